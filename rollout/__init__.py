@@ -1,0 +1,1 @@
+"""Everything that runs inside or around vLLM: the plugin, kernels, the service, environments."""

@@ -1,0 +1,1 @@
+"""Environments on skyrl_gym, imported by name inside the process of the generator."""

@@ -1,0 +1,1 @@
+"""Everything that runs inside SkyRL and DeepSpeed: the experiment, the worker, losses, publication, resume."""
