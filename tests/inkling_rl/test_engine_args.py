@@ -1,0 +1,77 @@
+"""Engine arguments follow from the recipe, the escape hatch comes last, and nothing imports vLLM or torch."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+from inkling_rl.engine_args import command_line, engine_arguments, engine_environment, serving_arguments
+from inkling_rl.recipe import Recipe
+
+
+def recipe(**rollout: Any) -> Recipe:
+    return Recipe.model_validate(
+        {
+            "model": {"path": "/models/tiny", "dtype": "float32"},
+            "data": {"train": "arithmetic/train", "max_prompt_length": 32},
+            "environment": {"name": "arithmetic"},
+            "rollout": {"max_model_len": 256, "max_generate_length": 64} | rollout,
+            "trainer": {"num_steps": 1, "train_batch_size": 2, "seed": 5},
+            "lora": {"rank": 8, "targets": ["q", "v"]},
+        }
+    )
+
+
+def test_arguments_on_a_cpu() -> None:
+    arguments = engine_arguments(recipe(vllm_args={"block-size": 32, "max_loras": 5}), device="cpu")
+    assert arguments == {
+        "model": "/models/tiny",
+        "dtype": "float32",
+        "seed": 5,
+        "tensor_parallel_size": 1,
+        "max_model_len": 256,
+        "max_num_seqs": 128,
+        "max_num_batched_tokens": 8192,
+        "enable_prefix_caching": True,
+        "enable_lora": True,
+        "max_loras": 5,
+        "max_lora_rank": 8,
+        "lora_target_modules": ["linear"],
+        "kv_cache_memory_bytes": 1 << 30,
+        "enforce_eager": True,
+        "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
+        "distributed_executor_backend": "uni",
+        "block_size": 32,
+    }
+
+
+def test_a_gpu_keeps_its_own_worker_and_cache_size() -> None:
+    arguments = engine_arguments(recipe(dtype="bfloat16"), model="/elsewhere", device="cuda")
+    assert (arguments["model"], arguments["dtype"]) == ("/elsewhere", "bfloat16")
+    assert not {"worker_cls", "enforce_eager", "kv_cache_memory_bytes"} & arguments.keys()
+    assert engine_arguments(recipe(kv_cache_gib=0.5), device="cuda")["kv_cache_memory_bytes"] == 1 << 29
+    assert "OMP_NUM_THREADS" not in engine_environment("cuda")
+    assert engine_environment("cpu")["OMP_NUM_THREADS"] == "1"
+
+
+def test_a_served_rank_is_the_next_that_the_engine_knows() -> None:
+    assert serving_arguments("m", max_lora_rank=20, device="cpu")["max_lora_rank"] == 32
+
+
+def test_the_command_line_spells_every_kind_of_value() -> None:
+    values = {
+        "model": "m",
+        "enable_lora": True,
+        "enable_prefix_caching": False,
+        "a_b": ["x", 1],
+        "c": {"d": 2},
+        "e": None,
+    }
+    line = ["--model", "m", "--enable-lora", "--no-enable-prefix-caching", "--a-b", "x", "1", "--c", '{"d": 2}']
+    assert command_line(values) == line
+
+
+def test_nothing_heavy_is_imported() -> None:
+    code = "import sys, inkling_rl.engine_args; print(sorted({'torch', 'vllm', 'transformers'} & sys.modules.keys()))"
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
