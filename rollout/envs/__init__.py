@@ -75,7 +75,7 @@ def _load(path: str) -> type[BaseTextEnv]:
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, BaseTextEnv)):
         raise EnvironmentNameError(
-            f"environment.name must lead to a subclass of skyrl_gym's BaseTextEnv; got {path!r}, {kind!r}. Derive from it"
+            f"environment.name must be a subclass of skyrl_gym's BaseTextEnv; got {path!r}, {kind!r}. Derive from it"
         )
     return kind
 

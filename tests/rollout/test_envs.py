@@ -10,7 +10,7 @@ from skyrl_gym.envs.base_text_env import BaseTextEnv
 from skyrl_gym.metrics import aggregate_for_environment
 
 from inkling_rl.chat import CONTENT_TEXT, END_MESSAGE
-from rollout.envs import EnvironmentNameError, EnvironmentFailedError, register_environments
+from rollout.envs import EnvironmentFailedError, EnvironmentNameError, register_environments
 
 HERE = "tests.rollout.test_envs"
 
@@ -103,7 +103,7 @@ def test_a_row_without_an_answer_fails_with_the_row() -> None:
         ("arithmetics", "must be one of arithmetic, gsm8k or package.module:Class; got 'arithmetics'"),
         ("no.such.module:Env", "must be an importable package.module:Class"),
         (f"{HERE}:Nothing", "must be an importable package.module:Class"),
-        (f"{HERE}:make", "must lead to a subclass of skyrl_gym's BaseTextEnv"),
+        (f"{HERE}:make", "must be a subclass of skyrl_gym's BaseTextEnv"),
     ],
 )
 def test_a_name_that_leads_nowhere_is_refused(name: str, message: str) -> None:
