@@ -1,5 +1,8 @@
-"""Entry point of the vLLM plugin (`vllm.general_plugins`): registers Inkling 2 in every process of an engine."""
+"""The vLLM plugin (`vllm.general_plugins`): Inkling 2 in every process of an engine."""
 
 
 def register() -> None:
-    """Called by vLLM in each of its processes; idempotent."""
+    """Called by vLLM in each of its processes; idempotent and light."""
+    from rollout.plugin.register import apply
+
+    apply()

@@ -1,0 +1,40 @@
+"""Linear layers of the engine: vLLM's replicated linear with our kernel, so that vLLM can wrap it with adapters.
+
+Not a quantised layer, and not vLLM's CPU linear: that one packs the weight into a closure and drops the parameter, which
+makes a live update impossible, and its result for a row depends on how many rows the batch has.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
+
+from rollout.kernels import ops
+
+
+class KernelLinearMethod(UnquantizedLinearMethod):
+    """Keeps the weight as loaded, [out, in] in the model's dtype, and multiplies in float32."""
+
+    def process_weights_after_loading(self, layer: nn.Module) -> None:
+        """Nothing to pack: the kernel reads the parameter itself, so an update in place is seen at once."""
+
+    def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        assert bias is None, "Inkling 2 has no biases"
+        return ops.linear(x, layer.weight)
+
+
+class Projection(ReplicatedLinear):
+    """A projection that adapters may target: `y = x W^T`, float32 [T, out]. Called through its LoRA wrapper, if any."""
+
+    def __init__(self, input_size: int, output_size: int, prefix: str) -> None:
+        super().__init__(input_size, output_size, bias=False, prefix=prefix, return_bias=False)
+        self.quant_method = KernelLinearMethod()
+
+
+class Weight(nn.Module):
+    """A named weight that no adapter may target."""
+
+    def __init__(self, *shape: int, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)

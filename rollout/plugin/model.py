@@ -1,0 +1,164 @@
+"""Inkling 2's text model inside vLLM: `Inkling2ForCausalLM` and, text only, `Inkling2ForConditionalGeneration`.
+
+Not the vision tower and not the draft model: their tensors are skipped knowingly when a checkpoint is loaded. Module
+tree and parameter names equal transformers' `Inkling2ForCausalLM` (5.24), so adapters made there fit here; for names
+with `model.language_model.` there is a mapper. Every value between layers is float32, see docs/engine.md.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from vllm.config import VllmConfig
+from vllm.forward_context import get_forward_context
+from vllm.model_executor.models.interfaces import SupportsLoRA
+from vllm.model_executor.models.utils import WeightsMapper
+
+from rollout.kernels import ops
+from rollout.plugin import loader, register
+from rollout.plugin.attention import Attention
+from rollout.plugin.attn_residual import BlockStates, ResidualQuery, RMSNormWeight
+from rollout.plugin.conv_state import ConvStream, ShortConvolution
+from rollout.plugin.experts import SparseMoe
+from rollout.plugin.paging import CachePlan, PagedMetadata
+from rollout.plugin.shape import ModelShape, check_engine
+
+
+class NormedEmbedding(nn.Module):
+    """Token embedding followed by an RMSNorm."""
+
+    def __init__(self, shape: ModelShape) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(shape.vocab_size, shape.hidden_size), requires_grad=False)
+        self.embed_norm = RMSNormWeight(shape.hidden_size)
+        self.eps = shape.norm_eps
+
+    def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
+        """float32 [T, H]."""
+        return ops.rms_norm(F.embedding(input_ids_T, self.weight), self.embed_norm.weight, self.eps)
+
+
+class DecoderLayer(nn.Module):
+    """Attention and experts, each between a mixture of residual blocks and a short convolution."""
+
+    def __init__(self, shape: ModelShape, layer: int, prefix: str) -> None:
+        super().__init__()
+        full = shape.is_full[layer]
+        kind = shape.attention(layer)
+        self.norm_eps = shape.norm_eps
+        self.opens_block = layer % shape.layers_per_block == 0
+        self.attention_input = ResidualQuery(shape.hidden_size, 3 if full else 1) if layer > 0 else None
+        self.mlp_input = ResidualQuery(shape.hidden_size)
+        self.self_attn = Attention(shape, layer, f"{prefix}.self_attn")
+        self.mlp = SparseMoe(shape)
+        for name in ("q_input", "k_input", "v_input") if full else ("input",):
+            setattr(self, f"{name}_layernorm", RMSNormWeight(shape.hidden_size))
+        self.post_attention_layernorm = RMSNormWeight(shape.hidden_size)
+        kv = 2 * kind.num_kv_heads * kind.head_dim
+        self.post_attention_convolution = ShortConvolution(shape.hidden_size, shape.conv_taps, kv)
+        self.post_mlp_convolution = ShortConvolution(shape.hidden_size, shape.conv_taps, kv + shape.hidden_size)
+
+    @property
+    def input_norms(self) -> tuple[RMSNormWeight, ...]:
+        """Norms of the attention's inputs: q, k, v in full layers, one in sliding layers."""
+        if hasattr(self, "input_layernorm"):
+            return (self.input_layernorm,)
+        return self.q_input_layernorm, self.k_input_layernorm, self.v_input_layernorm
+
+    def forward(
+        self,
+        running_TH: torch.Tensor,
+        blocks: BlockStates,
+        stream: ConvStream,
+        kv_BKNC: torch.Tensor,
+        kv: PagedMetadata,
+    ) -> torch.Tensor:
+        """Running block after this layer, float32 [T, H]; closes the previous block where a new one opens."""
+        inputs_QTH = blocks.mix(running_TH, self.attention_input, self.input_norms, self.norm_eps)
+        attended_TH = self.self_attn(inputs_QTH, stream, kv_BKNC, kv.batch)
+        if self.opens_block:
+            blocks.append(running_TH)
+            running_TH = self.post_attention_convolution(attended_TH, stream)
+        else:
+            running_TH = self.post_attention_convolution(attended_TH, stream, running_TH)
+        mixed_QTH = blocks.mix(running_TH, self.mlp_input, (self.post_attention_layernorm,), self.norm_eps)
+        return self.post_mlp_convolution(self.mlp(mixed_QTH[0]), stream, running_TH)
+
+
+class TextModel(nn.Module):
+    """Embedding, layers and the final mixture."""
+
+    def __init__(self, shape: ModelShape, vllm_config: VllmConfig, prefix: str) -> None:
+        super().__init__()
+        self.shape = shape
+        self.embed_tokens = NormedEmbedding(shape)
+        self.layers = nn.ModuleList(
+            DecoderLayer(shape, layer, f"{prefix}.layers.{layer}") for layer in range(shape.num_layers)
+        )
+        self.norm = RMSNormWeight(shape.hidden_size)
+        self.final_input = ResidualQuery(shape.hidden_size)
+        self.cache = CachePlan.create(shape, vllm_config, prefix)
+
+    def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
+        """Final hidden states of the step's rows, float32 [T, H], from embedded tokens."""
+        metadata = get_forward_context().attn_metadata
+        if metadata is None:
+            # Profiling without pages: nothing to attend to, and nothing here allocates more than a real step.
+            return torch.zeros_like(hidden_TH)
+        num_blocks = -(-self.shape.num_layers // self.shape.layers_per_block)
+        blocks = BlockStates(num_blocks, *hidden_TH.shape)
+        for layer, attention, conv in zip(self.layers, self.cache.attention, self.cache.conv, strict=True):
+            stream = ConvStream(conv.view(), metadata[conv.key].batch)
+            hidden_TH = layer(hidden_TH, blocks, stream, attention.view(), metadata[attention.key])
+        return blocks.mix(hidden_TH, self.final_input, (self.norm,), self.shape.norm_eps)[0]
+
+
+class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
+    """What vLLM instantiates for both architecture names."""
+
+    # Adapter keys of the full (vision) class carry one more level.
+    hf_to_vllm_mapper = WeightsMapper(orig_to_new_prefix={"model.language_model.": "model."})
+    packed_modules_mapping: ClassVar[dict[str, list[str]]] = {}
+    embedding_modules: ClassVar[dict[str, str]] = {}
+
+    def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
+        super().__init__()
+        register.check_active()
+        check_engine(vllm_config)
+        self.config = vllm_config.model_config.hf_text_config
+        self.shape = ModelShape.from_config(self.config)
+        self.model = TextModel(self.shape, vllm_config, f"{prefix}.model".lstrip("."))
+        self.lm_head = nn.Module()
+        self.lm_head.weight = nn.Parameter(
+            torch.empty(self.shape.unpadded_vocab_size, self.shape.hidden_size), requires_grad=False
+        )
+
+    def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Normed embeddings, float32 [T, H]."""
+        return self.model.embed_tokens(input_ids)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None,
+        positions: torch.Tensor,
+        intermediate_tensors: object = None,
+        inputs_embeds: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Hidden states, float32 [T, H]. Positions follow from the page tables and are not used."""
+        if inputs_embeds is None:
+            assert input_ids is not None
+            inputs_embeds = self.embed_input_ids(input_ids)
+        return self.model(inputs_embeds)
+
+    def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
+        """Softcapped float32 logits [T, vocab_size]; the columns of padding tokens are -inf."""
+        shape = self.shape
+        return ops.softcap_logits(hidden_states, self.lm_head.weight, shape.logit_cap, shape.vocab_size)
+
+    def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
+        """Load release or transformers names; see `rollout.plugin.loader`."""
+        return loader.load(self, weights)
