@@ -138,7 +138,9 @@ def random_tensors(seed: int) -> dict[str, torch.Tensor]:
     shapes |= layout.vision_shapes(config["vision_config"]) | layout.draft_shapes(config)
     tensors = {}
     for name, shape in shapes.items():
-        generator = torch.Generator().manual_seed((seed << 32) + zlib.crc32(name.encode()))
+        # torch's CPU generator keeps the low 32 bits of a seed only, so both are mixed there (odd factor: bijective).
+        mixed_seed = zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF)
+        generator = torch.Generator().manual_seed(mixed_seed)
         tensors[name] = _draw(name, shape, generator)
     tensors["model.llm.unembed.weight"][chat.UNPADDED_VOCAB_SIZE :] = 0
     return tensors
