@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Literal
 
+from inkling_rl.checkpoint.reader import BUILTIN, resolve
 from inkling_rl.recipe import Recipe
 
 Device = Literal["cpu", "cuda"]
@@ -65,13 +66,17 @@ def engine_arguments(recipe: Recipe, *, model: str | None = None, device: Device
 
     Args:
         recipe: read by `inkling_rl.recipe.load`.
-        model: directory of the checkpoint where `model.path` is not one (`builtin:...`).
+        model: directory of the checkpoint, where it is not `model.path`.
         device: of the engine; that of the installed build unless given.
+
+    Raises:
+        CheckpointError: `model.path` names a built-in checkpoint that this installation lacks.
     """
+    path = model or recipe.model.path
     rollout, lora = recipe.rollout, recipe.lora
     device = device or installed_device()
     arguments: dict[str, Any] = {
-        "model": model or recipe.model.path,
+        "model": str(resolve(path)) if path.startswith(BUILTIN) else path,
         "dtype": recipe.rollout_dtype,
         "seed": recipe.trainer.seed,
         "tensor_parallel_size": rollout.tensor_parallel_size,
