@@ -10,13 +10,13 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from rollout.process_group import end_group, start_group
+from rollout.launcher import end_group, start_group
 
 # A launcher that starts a watching child, which starts a watching grandchild; each writes its pid.
 CHILD = """
 import os, subprocess, sys, time
-from rollout.plugin.launcher import watch
-watch()
+from rollout.launcher import watch_launcher
+assert watch_launcher() and watch_launcher()
 leaf = len(sys.argv) > 2
 open(sys.argv[1] + ("/grandchild" if leaf else "/child"), "w").write(str(os.getpid()))
 if not leaf:
@@ -25,7 +25,7 @@ time.sleep(60)
 """
 LAUNCHER = """
 import sys, time
-from rollout.process_group import start_group
+from rollout.launcher import start_group
 start_group([sys.executable, sys.argv[1] + "/code.py", sys.argv[1]], {}, None)
 time.sleep(60)
 """
