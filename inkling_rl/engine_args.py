@@ -24,6 +24,8 @@ CPU_KV_CACHE_GIB = 1.0  # vLLM would take most of the memory of a machine that a
 MAX_LORAS = 2  # two policy versions are in flight while one is being replaced
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's list
 
+UNSET = "VLLM_CPU_KVCACHE_SPACE"  # an old setting in whole GiB that silently wins over kv_cache_memory_bytes
+
 
 @cache
 def installed_device() -> Device:
@@ -38,7 +40,8 @@ def installed_device() -> Device:
 def engine_environment(device: Device | None = None) -> dict[str, str]:
     """Environment variables that every process of an engine must start with.
 
-    They are read when vLLM, torch or OpenMP is imported, so setting them later has no effect.
+    They are read when vLLM, torch or OpenMP is imported, so setting them later has no effect. `UNSET` names one that
+    must not be inherited.
     """
     common = {
         # vLLM refuses LoRA on any architecture with "Inkling" in its name unless this switch of another model is off.
@@ -56,8 +59,6 @@ def engine_environment(device: Device | None = None) -> dict[str, str]:
         "TORCH_COMPILE_DISABLE": "1",
         # Keeps the worker inside the engine-core process, which saves a process and its 10 s of imports.
         "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
-        # An inherited value would silently win over kv_cache_memory_bytes.
-        "VLLM_CPU_KVCACHE_SPACE": "",
     }
 
 

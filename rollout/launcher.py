@@ -21,6 +21,8 @@ import time
 from collections.abc import Mapping, Sequence
 from typing import IO
 
+from inkling_rl.engine_args import UNSET
+
 LAUNCHER_VARIABLE = "INKLING_RL_LAUNCHER_PID"
 GRACE_SECONDS = 10.0  # for the engine's own clean-up; requests in flight are aborted, not drained
 EXIT_CODE = 70
@@ -48,9 +50,10 @@ def start_group(
     command: Sequence[str], environment: Mapping[str, str], output: IO[bytes] | int | None
 ) -> subprocess.Popen[bytes]:
     """Starts a program as the leader of a new process group. Its stdout and stderr go to `output`."""
+    inherited = {key: value for key, value in os.environ.items() if key != UNSET}
     return subprocess.Popen(
         command,
-        env={**os.environ, **environment, LAUNCHER_VARIABLE: str(os.getpid())},
+        env={**inherited, **environment, LAUNCHER_VARIABLE: str(os.getpid())},
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=subprocess.STDOUT,
