@@ -17,9 +17,9 @@ import torch
 
 
 class RequestRows(NamedTuple):
-    """One request in the step: rows `[first, last)` of the token dimension hold positions `[start, start + last - first)`."""
+    """One request in the step: rows `first` to `last - 1` hold the positions from `start` on."""
 
-    index: int
+    request: int
     first: int
     last: int
     start: int

@@ -88,7 +88,7 @@ def short_conv(
     out_TC = torch.zeros_like(x_TC, dtype=torch.float32)
     for request in batch.requests():
         positions = torch.arange(max(request.start - num_taps + 1, 0), request.start, device=x_TC.device)
-        slots = batch.slots_of(request.index, positions, state_BNC.shape[1])
+        slots = batch.slots_of(request.request, positions, state_BNC.shape[1])
         past = state_BNC[slots // state_BNC.shape[1], slots % state_BNC.shape[1]]
         rows = torch.cat([past, x_TC[request.first : request.last]]).float()
         rows = F.pad(rows, (0, 0, num_taps - 1 - past.shape[0], 0))
@@ -157,7 +157,7 @@ def attention(
             q_TND, r_TNM = q_TND * tau_T, r_TNM * tau_T
         first = 0 if window is None else max(0, request.start - window + 1)
         p_S = torch.arange(first, int(p_T[-1]) + 1, device=q_TC.device)
-        slots = batch.slots_of(request.index, p_S, tokens_per_block)
+        slots = batch.slots_of(request.request, p_S, tokens_per_block)
         kv_SKC = kv_BKNC[slots // tokens_per_block, :, slots % tokens_per_block].float()
         k_SND, v_SND = (half.repeat_interleave(num_heads // kv_heads, dim=1) for half in kv_SKC.chunk(2, dim=-1))
         distance_TS = p_T[:, None] - p_S[None]

@@ -1,7 +1,7 @@
 """Linear layers of the engine: vLLM's replicated linear with our kernel, so that vLLM can wrap it with adapters.
 
-Not a quantised layer, and not vLLM's CPU linear: that one packs the weight into a closure and drops the parameter, which
-makes a live update impossible, and its result for a row depends on how many rows the batch has.
+Not a quantised layer, and not vLLM's CPU linear: that one packs the weight into a closure and drops the parameter,
+which makes a live update impossible, and its result for a row depends on how many rows the batch has.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ class KernelLinearMethod(UnquantizedLinearMethod):
 
     def apply(self, layer: nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         assert bias is None, "Inkling 2 has no biases"
-        return ops.linear(x, layer.weight)
+        weight: torch.Tensor = layer.weight  # type: ignore[assignment]
+        return ops.linear(x, weight)
 
 
 class Projection(ReplicatedLinear):

@@ -1,7 +1,7 @@
 """Adapters on the CPU: what vLLM 0.30 gets wrong, corrected in the worker process.
 
-1. `PunicaWrapperCPU` gives a base-model row (index -1) the adapter in the last slot, because -1 indexes from the end. It
-   also gathers a whole weight per token. Its `add_lora_linear` is replaced by a kernel that skips such rows.
+1. `PunicaWrapperCPU` gives a base-model row (index -1) the adapter in the last slot, because -1 indexes from the end.
+   It also gathers a whole weight per token. Its `add_lora_linear` is replaced by a kernel that skips such rows.
 2. An adapter tensor that fits no module, or is smaller than its module, is applied in part or not at all, silently.
    Every adapter is checked with `lora.files.read_adapter` before it is loaded.
 """

@@ -19,12 +19,14 @@ from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
 
 from rollout.kernels import ops
-from rollout.plugin import loader, register
+from rollout.plugin import loader
 from rollout.plugin.attention import Attention
 from rollout.plugin.attn_residual import BlockStates, ResidualQuery, RMSNormWeight
 from rollout.plugin.conv_state import ConvStream, ShortConvolution
 from rollout.plugin.experts import SparseMoe
+from rollout.plugin.linear import Weight
 from rollout.plugin.paging import CachePlan, PagedMetadata
+from rollout.plugin.register import check_active
 from rollout.plugin.shape import ModelShape, check_engine
 
 
@@ -55,8 +57,9 @@ class DecoderLayer(nn.Module):
         self.mlp_input = ResidualQuery(shape.hidden_size)
         self.self_attn = Attention(shape, layer, f"{prefix}.self_attn")
         self.mlp = SparseMoe(shape)
-        for name in ("q_input", "k_input", "v_input") if full else ("input",):
-            setattr(self, f"{name}_layernorm", RMSNormWeight(shape.hidden_size))
+        self.input_norm_names = ("q_input", "k_input", "v_input") if full else ("input",)
+        for name in self.input_norm_names:
+            self.add_module(f"{name}_layernorm", RMSNormWeight(shape.hidden_size))
         self.post_attention_layernorm = RMSNormWeight(shape.hidden_size)
         kv = 2 * kind.num_kv_heads * kind.head_dim
         self.post_attention_convolution = ShortConvolution(shape.hidden_size, shape.conv_taps, kv)
@@ -65,9 +68,7 @@ class DecoderLayer(nn.Module):
     @property
     def input_norms(self) -> tuple[RMSNormWeight, ...]:
         """Norms of the attention's inputs: q, k, v in full layers, one in sliding layers."""
-        if hasattr(self, "input_layernorm"):
-            return (self.input_layernorm,)
-        return self.q_input_layernorm, self.k_input_layernorm, self.v_input_layernorm
+        return tuple(getattr(self, f"{name}_layernorm") for name in self.input_norm_names)
 
     def forward(
         self,
@@ -127,15 +128,13 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
 
     def __init__(self, *, vllm_config: VllmConfig, prefix: str = "") -> None:
         super().__init__()
-        register.check_active()
+        check_active()
         check_engine(vllm_config)
         self.config = vllm_config.model_config.hf_text_config
         self.shape = ModelShape.from_config(self.config)
         self.model = TextModel(self.shape, vllm_config, f"{prefix}.model".lstrip("."))
-        self.lm_head = nn.Module()
-        self.lm_head.weight = nn.Parameter(
-            torch.empty(self.shape.unpadded_vocab_size, self.shape.hidden_size), requires_grad=False
-        )
+        dtype = vllm_config.model_config.dtype
+        self.lm_head = Weight(self.shape.unpadded_vocab_size, self.shape.hidden_size, dtype=dtype)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Normed embeddings, float32 [T, H]."""

@@ -78,7 +78,7 @@ class PageGeometry:
 
     @classmethod
     def fit(cls, block_size: int, token_bytes: dict[str, int]) -> PageGeometry:
-        """Smallest common page that holds `block_size` tokens of the largest kind of attention, or a token of each kind.
+        """Smallest common page that holds `block_size` tokens of full attention and a token of each other kind.
 
         Args:
             block_size: tokens per block asked for, a power of two.

@@ -7,12 +7,15 @@ run this too.
 
 from __future__ import annotations
 
+import os
+import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _ModelInfo
 
-from rollout.plugin import compat, launcher
+from rollout.launcher import LAUNCHER_VARIABLE, watch_launcher
+from rollout.plugin import compat
 from rollout.plugin.shape import EngineError
 
 ARCHITECTURES = ("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration")
@@ -74,11 +77,20 @@ def _models_are_registered() -> bool:
     return all(architecture in ModelRegistry.models for architecture in ARCHITECTURES)
 
 
+def _watch_launcher() -> None:
+    watch_launcher()
+
+
+def _launcher_is_watched() -> bool:
+    asked = os.environ.get(LAUNCHER_VARIABLE, "") not in ("", str(os.getpid()))
+    return not asked or any(thread.name == "launcher-watch" for thread in threading.enumerate())
+
+
 STEPS: dict[str, Step] = {
     "model registration": Step(_register_models, _models_are_registered),
     "config conversion": Step(compat.register_config, compat.config_is_registered),
     "LoRA name check": Step(compat.allow_lora, compat.lora_is_allowed),
-    "launcher watch": Step(launcher.watch, launcher.is_watching),
+    "launcher watch": Step(_watch_launcher, _launcher_is_watched),
 }
 
 
