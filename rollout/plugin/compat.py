@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 from typing import Any
 
+import torch
 from vllm.config.lora import LoRAConfig
+from vllm.platforms import current_platform
 from vllm.transformers_utils.model_arch_config_convertor import (
     MODEL_ARCH_CONFIG_CONVERTORS,
     ModelArchConfigConvertorBase,
@@ -37,7 +39,7 @@ def config_is_registered() -> bool:
 
 
 def allow_lora() -> None:
-    """Spare Inkling 2 the check that is meant for in-tree Inkling 1 (`LoRAConfig.verify_with_model_config`)."""
+    """Spare Inkling 2 the check meant for in-tree Inkling 1 (`LoRAConfig.verify_with_model_config`), keep adapters float32."""
     if lora_is_allowed():
         return
     original = LoRAConfig.verify_with_model_config
@@ -46,15 +48,19 @@ def allow_lora() -> None:
         architectures = getattr(model_config, "architectures", None) or []
         if not architectures or not all(name.startswith("Inkling2") for name in architectures):
             return original(self, model_config)
+        automatic = self.lora_dtype in (None, "auto")
         before = os.environ.get(LORA_CHECK_ENV)
         os.environ[LORA_CHECK_ENV] = "0"
         try:
-            return original(self, model_config)
+            original(self, model_config)
         finally:
             if before is None:
                 del os.environ[LORA_CHECK_ENV]
             else:
                 os.environ[LORA_CHECK_ENV] = before
+        if automatic and current_platform.is_cpu():
+            # The trainer's adapters are float32 whatever the base is; our kernel takes them as they are.
+            self.lora_dtype = torch.float32
 
     verify_with_model_config.is_inkling2 = True  # type: ignore[attr-defined]
     LoRAConfig.verify_with_model_config = verify_with_model_config

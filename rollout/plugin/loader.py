@@ -2,8 +2,8 @@
 
 Not a reader: vLLM's loaders, a live reload or a weight transfer deliver (name, tensor) pairs in any order. Everything
 is accounted for: a text tensor that is missing, unknown or misshapen is an error, as is a quantised expert tensor
-without its companions; vision and draft tensors are skipped because this model has neither. Every write goes through the
-parameter's `weight_loader`: vLLM's live reload replaces that function and would not see a direct copy.
+without its companions; vision and draft tensors are skipped because this model has neither. Every write goes through
+the parameter's `weight_loader`: vLLM's live reload replaces that function and would not see a direct copy.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ class TestLargePages:
         assert [o.num_cached_tokens for o in cold] == [0] * len(prompts)
         assert [o.num_cached_tokens for o in warm] == [0, 0, 0, 32, 96, 0, 32, 128]
         assert largest_change(cold, warm) < INVARIANCE
-        longer = [prompt + [7, 8, 9] for prompt in prompts]
+        longer = [[*prompt, 7, 8, 9] for prompt in prompts]
         outputs = generate(llm, longer)
         assert sum(o.num_cached_tokens for o in outputs) == 32 + 96 + 32 + 128
         assert max(differences(tiny_oracle, longer, outputs)) < TOLERANCE
