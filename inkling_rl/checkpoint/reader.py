@@ -130,16 +130,13 @@ class Checkpoint:
 
         Tensors that the release keeps in float32 stay float32; all others come in `dtype`.
         """
-        from inkling_rl.formats import mixed
-
         for name in layout.text_tensors(self.config):
-            if layout.layer_of_experts(name) is None:
-                value = self.tensor(name)
-                yield name, value.float() if layout.is_float32(name) else value.to(dtype)
-                continue
-            prefix, _, matrix = name.rpartition(".")
-            stored = {k.removeprefix(f"{prefix}."): self.tensor(k) for k in self.shards if _belongs(k, name)}
-            yield name, mixed.dequantize_matrix(stored, matrix, dtype, name=prefix)
+            if layout.layer_of_experts(name) is not None:
+                yield name, self._experts(name, dtype)
+            elif layout.is_float32(name):
+                yield name, self.tensor(name).float()
+            else:
+                yield name, self.tensor(name).to(dtype)
 
     def iter_hf(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """The same under the names and in the shapes of transformers' `Inkling2ForCausalLM`.
@@ -154,6 +151,19 @@ class Checkpoint:
             elif name == f"{layout.TEXT_PREFIX}unembed.weight":
                 value = value[: self.text_config["unpadded_vocab_size"]].clone()
             yield layout.hf_name(name), value
+
+    def _experts(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        from inkling_rl.formats import mixed
+
+        prefix, _, matrix = name.rpartition(".")
+        stored = {
+            key.removeprefix(f"{prefix}."): self.tensor(key)
+            for key in self.shards
+            if key == name or key.startswith(f"{name}_")
+        }
+        if matrix not in stored:
+            self.tensor(name)  # raises, naming it
+        return mixed.dequantize_matrix(stored, matrix, dtype, name=prefix)
 
     def _handle(self, name: str) -> Any:
         from safetensors import SafetensorError, safe_open
@@ -204,10 +214,6 @@ def _show(value: tuple[int, ...] | str) -> str:
 def _nearest(name: str, known: Any, lead: str = "The nearest name is") -> str:
     close = get_close_matches(name, list(known), n=1, cutoff=0.6)
     return f" {lead}: {close[0]}." if close else ""
-
-
-def _belongs(stored_name: str, weight_name: str) -> bool:
-    return stored_name == weight_name or stored_name.startswith(f"{weight_name}_")
 
 
 def _read_json(path: Path) -> dict[str, Any]:

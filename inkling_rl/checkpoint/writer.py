@@ -84,8 +84,8 @@ def export_release(
         path, config, quant, files, max_shard_bytes: see `write_checkpoint`.
         state: transformers' `Inkling2ForCausalLM` name -> tensor, float32 or bfloat16 (a `state_dict`).
         extra: further tensors under release names, written in the dtype of the config: vision tower, draft.
-        source: stored companions (`model.llm.layers.0.mlp.experts.w13_weight_scale`, ...) of experts that must get
-            their old bytes back, as `Checkpoint.companions` gives them.
+        source: stored companions (`model.llm.layers.0.mlp.experts.w13_weight_scale`, ...) of the matrices that must
+            get their old bytes back, as `Checkpoint.companions` gives them; other matrices get new scales.
 
     Raises:
         CheckpointError: tensors missing, extra or misshapen. FormatError: weights that a format cannot hold.
@@ -105,15 +105,17 @@ def release_items(
     """Release name and stored tensor, one layer's experts at a time; arguments as in `export_release`."""
     formats = layout.expert_formats(quant, config)
     specs = layout.text_tensors(config)
-    known = {layout.hf_name(name): name for name in specs}
-    if unknown := sorted(set(state) - set(known)):
+    known = {layout.hf_name(name) for name in specs}
+    if missing := sorted(known - set(state)):
+        raise CheckpointError(
+            f"state: {missing[0]} must be present; it is missing ({len(missing)} in all). Pass the whole model"
+        )
+    if unknown := sorted(set(state) - known):
         raise CheckpointError(
             f"state: {unknown[0]} must be a tensor of Inkling2ForCausalLM for this config; it is not "
             f"({len(unknown)} in all). Merge adapters before the export"
         )
     for name, spec in specs.items():
-        if layout.hf_name(name) not in state:
-            raise CheckpointError(f"state: {layout.hf_name(name)} must be present; it is missing. Pass the whole model")
         value = state[layout.hf_name(name)].detach()
         layer = layout.layer_of_experts(name)
         if layer is None:

@@ -43,13 +43,13 @@ def quantize_layer(
         w2: `[E, H, F]`.
         expert_format: of this layer.
         source: stored companions to keep (`w13_weight_scale`, `w13_weight_amax`, ...). Weights that came out of them
-            get their old bytes back.
+            get their old bytes back. A matrix of which it holds nothing gets new scales.
         anchors: `w13_weight_amax`, `w2_weight_amax` to quantise against, for NVFP4, instead of the weights' maxima.
         scale_max: 256 or 448, for NVFP4 without a source.
         name: prefix of tensor names in errors.
 
     Raises:
-        FormatError: weights that the format cannot hold, or a source without all its companions.
+        FormatError: weights that the format cannot hold, or a source with some companions of a matrix only.
     """
     tensors: dict[str, torch.Tensor] = {}
     for matrix, weight in zip(MATRICES, (w13, w2), strict=True):
@@ -149,6 +149,8 @@ def _quantize_matrix(
     label = f"{name}.{matrix}"
     if expert_format == "bf16":
         return {matrix: weight.to(torch.bfloat16)}
+    if source is not None and not any(matrix + suffix in source for suffix in companions(expert_format)):
+        source = None
     if source is not None:
         missing = [matrix + suffix for suffix in companions(expert_format) if matrix + suffix not in source]
         if missing:
