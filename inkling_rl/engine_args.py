@@ -12,6 +12,7 @@ import importlib.metadata
 import json
 from collections.abc import Mapping
 from functools import cache
+from pathlib import Path
 from typing import Any, Literal
 
 from inkling_rl.checkpoint.reader import BUILTIN, resolve
@@ -25,6 +26,10 @@ MAX_LORAS = 2  # two policy versions are in flight while one is being replaced
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's list
 
 UNSET = "VLLM_CPU_KVCACHE_SPACE"  # an old setting in whole GiB that silently wins over kv_cache_memory_bytes
+
+
+class EngineArgumentError(ValueError):
+    """An engine that could not start with what it is given."""
 
 
 @cache
@@ -103,9 +108,14 @@ def serving_arguments(model: str, *, max_lora_rank: int = 64, device: Device | N
         "max_model_len": -1,
         "enable_lora": True,
         "max_loras": MAX_LORAS,
-        "max_lora_rank": next(rank for rank in SERVED_RANKS if rank >= max_lora_rank),
+        "max_lora_rank": served_rank(max_lora_rank),
         **device_arguments(device or installed_device(), None, 1),
     }
+
+
+def served_rank(rank: int) -> int:
+    """The smallest rank that the engine can be set up for and that holds an adapter of this one (512 at the most)."""
+    return next((served for served in SERVED_RANKS if served >= rank), SERVED_RANKS[-1])
 
 
 def device_arguments(device: Device, kv_cache_gib: float | None, tensor_parallel_size: int) -> dict[str, Any]:
@@ -119,6 +129,25 @@ def device_arguments(device: Device, kv_cache_gib: float | None, tensor_parallel
         "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
     }
     return arguments | ({"distributed_executor_backend": "uni"} if tensor_parallel_size == 1 else {})
+
+
+def check_memory(arguments: Mapping[str, Any], device: Device | None = None) -> None:
+    """On a CPU, compares the KV cache with the memory that is free, seconds before the engine would.
+
+    Raises:
+        EngineArgumentError: it does not fit.
+    """
+    asked = arguments.get("kv_cache_memory_bytes") or 0
+    meminfo = Path("/proc/meminfo")
+    if (device or installed_device()) == "cuda" or not meminfo.exists():
+        return
+    lines = dict(line.split(":", 1) for line in meminfo.read_text().splitlines())
+    free = int(lines["MemAvailable"].split()[0]) * 1024
+    if asked > free:
+        raise EngineArgumentError(
+            f"rollout.kv_cache_gib must be below the {free / GIB:.1f} GiB of free memory; got {asked / GIB:g}. "
+            "Lower it or end other programs"
+        )
 
 
 def command_line(arguments: Mapping[str, Any]) -> list[str]:
