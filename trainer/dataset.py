@@ -1,0 +1,141 @@
+"""Prompts of a recipe: read, checked, rendered to token ids, and served in batches that follow from seed and step.
+
+Rows come from a .jsonl or .parquet file, or from the built-in arithmetic task. A batch is a pure function of the seed
+and of the number of batches before it, so the data cursor of a checkpoint is that number. This replaces SkyRL's
+`PromptDataset` and its loader, whose cursor lives in a library's private state and whose workers cost 38 s at start.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from inkling_rl import arithmetic
+from inkling_rl.chat import Renderer
+
+BUILTIN = {"arithmetic/train": "train", "arithmetic/heldout": "heldout"}
+
+
+class DataError(ValueError):
+    """A data file that cannot be used."""
+
+
+def read_rows(source: str, prompt_key: str, answer_key: str, field: str) -> list[dict[str, Any]]:
+    """Rows of a source: dictionaries with at least the prompt and the answer column.
+
+    Args:
+        source: `arithmetic/train`, `arithmetic/heldout`, or a .jsonl or .parquet file.
+        prompt_key, answer_key: columns that must be there.
+        field: dotted path of the recipe field that named the source, for messages.
+
+    Raises:
+        DataError: no such file, no such column, no rows.
+    """
+    if source in BUILTIN:
+        return arithmetic.rows(BUILTIN[source])  # type: ignore[arg-type]
+    path = Path(source).expanduser()
+    if path.suffix not in (".jsonl", ".json", ".parquet") or not path.is_file():
+        raise DataError(
+            f"{field} must be {', '.join(BUILTIN)} or an existing .jsonl or .parquet file; got {source!r}. "
+            "Check the path"
+        )
+    rows = _load(path, field)
+    if not rows:
+        raise DataError(f"{field} must have rows; {source} is empty. Give another file")
+    for key, name in ((prompt_key, "data.prompt_key"), (answer_key, "data.answer_key")):
+        missing = [number for number, row in enumerate(rows) if row.get(key) is None]
+        if missing:
+            columns = ", ".join(sorted(rows[missing[0]])) or "none"
+            raise DataError(
+                f"{field} must have the column {key!r} ({name}) in every row; row {missing[0]} of {source} has "
+                f"{columns}. Set {name} to the right column"
+            )
+    return rows
+
+
+def _load(path: Path, field: str) -> list[dict[str, Any]]:
+    import datasets
+    from datasets.exceptions import DatasetGenerationError
+
+    datasets.disable_progress_bars()
+    kind = "parquet" if path.suffix == ".parquet" else "json"
+    try:
+        table = datasets.load_dataset(kind, data_files=str(path), split="train", keep_in_memory=True)
+    except (DatasetGenerationError, ValueError, OSError) as error:
+        raise DataError(f"{field} must be readable as {kind}; got {path}: {error}. Mend the file") from error
+    return [dict(row) for row in table]
+
+
+class Prompts:
+    """Rendered, length-checked rows of one source."""
+
+    def __init__(
+        self,
+        rows: Sequence[dict[str, Any]],
+        renderer: Renderer,
+        *,
+        prompt_key: str,
+        answer_key: str,
+        effort: float,
+        environment: str,
+        max_prompt_length: int,
+    ) -> None:
+        self.items: list[dict[str, Any]] = []
+        self.num_dropped = 0
+        for number, row in enumerate(rows):
+            prompt = row[prompt_key]
+            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
+            if len(renderer.render(messages, effort=effort)) > max_prompt_length:
+                self.num_dropped += 1
+                continue
+            extras = {key: value for key, value in row.items() if key != prompt_key} | {"answer": row[answer_key]}
+            # The key names are SkyRL's; uid is the row's number in the source, which request seeds follow from.
+            self.items.append({"prompt": messages, "env_class": environment, "env_extras": extras, "uid": str(number)})
+
+    def __len__(self) -> int:
+        return len(self.items)
+
+
+class Batches:
+    """Batches of rows for SkyRL's loop, one epoch per iteration.
+
+    With `seed` every epoch is a permutation of its own and an incomplete batch at its end is left out; without, rows
+    come in order and the last batch may be short (evaluation).
+    """
+
+    def __init__(self, items: Sequence[dict[str, Any]], size: int, *, is_shuffled: bool, seed: int | None) -> None:
+        self.items = items
+        self.size = size
+        self.is_shuffled = is_shuffled
+        self.seed = seed
+        self.num_served = 0
+
+    def __len__(self) -> int:
+        return len(self.items) // self.size if self.seed is not None else -(-len(self.items) // self.size)
+
+    def __iter__(self) -> Iterator[list[dict[str, Any]]]:
+        if self.seed is None:
+            for start in range(0, len(self.items), self.size):
+                yield list(self.items[start : start + self.size])
+            return
+        epoch = self.num_served // len(self)
+        order = self._order(epoch)
+        while self.num_served < (epoch + 1) * len(self):
+            start = self.num_served % len(self) * self.size
+            self.num_served += 1
+            yield [self.items[n] for n in order[start : start + self.size]]
+
+    def _order(self, epoch: int) -> list[int]:
+        order = list(range(len(self.items)))
+        if self.is_shuffled:
+            random.Random(f"{self.seed}/{epoch}").shuffle(order)
+        return order
+
+    def state_dict(self) -> dict[str, int]:
+        """The cursor: batches served since the run began."""
+        return {"num_served": self.num_served}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        self.num_served = state["num_served"]

@@ -1,0 +1,113 @@
+"""Checkpoints of a run: `RUN/checkpoints/step-N`, written beside, renamed when whole, named by `latest`.
+
+A checkpoint holds the trainer's part (`policy/`: adapter, optimiser, schedule, random state, per rank), the adapter as a
+PEFT directory for anybody else (`adapter/`), and `run.json`: step, data cursor, the publication probe with its values.
+Nothing of the frozen base, which the recipe names.
+
+Departure from SkyRL's layout (`global_step_N`, `latest_ckpt_global_step.txt`): a directory that is being written never has
+the name of a finished one, and the state is readable without unpickling.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+from trainer.probe import Probe
+
+LATEST = "latest"
+STATE_FILE = "run.json"
+PREFIX = "step-"
+
+
+class CheckpointMissingError(ValueError):
+    """There is nothing to resume from."""
+
+
+@dataclass(frozen=True)
+class RunState:
+    """What the driver must remember."""
+
+    step: int
+    """Finished optimiser steps, which is also the policy version."""
+
+    cursor: dict[str, int]
+    """Of `trainer.dataset.Batches`."""
+
+    probe: Probe | None
+
+
+class Checkpoints:
+    """The checkpoints below one run directory."""
+
+    def __init__(self, directory: Path, max_to_keep: int) -> None:
+        self.directory = directory
+        self.max_to_keep = max_to_keep
+
+    def begin(self, step: int) -> Path:
+        """An empty directory for the parts of a checkpoint; `commit` gives it its name."""
+        staging = self.directory / f".{PREFIX}{step}.partial"
+        shutil.rmtree(staging, ignore_errors=True)
+        staging.mkdir(parents=True)
+        return staging
+
+    def commit(self, staging: Path, state: RunState) -> Path:
+        """Names a complete checkpoint, points `latest` at it and deletes the oldest beyond `max_to_keep`."""
+        _write(staging / STATE_FILE, json.dumps(asdict(state), indent=1))
+        final = self.directory / f"{PREFIX}{state.step}"
+        shutil.rmtree(final, ignore_errors=True)
+        for part in staging.rglob("*"):
+            if part.is_file():
+                _sync(part)
+        os.rename(staging, final)
+        _write(self.directory / LATEST, final.name + "\n")
+        _sync(self.directory)
+        for old in self.steps()[: -self.max_to_keep]:
+            shutil.rmtree(self.directory / f"{PREFIX}{old}")
+        return final
+
+    def steps(self) -> list[int]:
+        """Steps of finished checkpoints, oldest first."""
+        names = (path.name.removeprefix(PREFIX) for path in self.directory.glob(f"{PREFIX}*"))
+        return sorted(int(name) for name in names if name.isdigit())
+
+    def latest(self) -> Path:
+        """The newest finished checkpoint.
+
+        Raises:
+            CheckpointMissingError: there is none.
+        """
+        pointer = self.directory / LATEST
+        path = self.directory / pointer.read_text().strip() if pointer.is_file() else None
+        if path is None or not (path / STATE_FILE).is_file():
+            raise CheckpointMissingError(
+                f"{self.directory} must hold a finished checkpoint and `{LATEST}`; it holds none. The run ended before "
+                "its first one (checkpoint.interval): start it anew"
+            )
+        return path
+
+
+def read_state(checkpoint: Path) -> RunState:
+    """What `commit` wrote."""
+    content: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text())
+    probe = Probe(**content["probe"]) if content["probe"] else None
+    return RunState(step=content["step"], cursor=content["cursor"], probe=probe)
+
+
+def _write(path: Path, text: str) -> None:
+    partial = path.with_name(f".{path.name}.partial")
+    partial.write_text(text)
+    _sync(partial)
+    os.replace(partial, path)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

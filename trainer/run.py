@@ -1,0 +1,249 @@
+"""The composition root: one call trains a recipe from the first process to the last line.
+
+    engine process starts | Ray starts | SkyRL is imported | worker loads the model | engine is healthy | steps
+
+Everything that is started is ended here, in every case: finished, failed, interrupted. A killed driver cannot do that:
+then the engine's processes and Ray's end by themselves (`trainer.server`, the engine's plugin, Ray's raylet).
+
+Exit status: 0 finished, 1 failed, 2 the recipe or its files cannot be used, 130 or 143 interrupted.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from inkling_rl import metrics
+from inkling_rl.engine_args import engine_arguments, installed_device
+from inkling_rl.recipe import Recipe, RecipeError
+from trainer.engine import SERVER_ARGUMENTS, EngineProcess
+from trainer.failure import ENGINE_LOG, WORKER_LOG, explain
+from trainer.progress import Progress
+from trainer.resume import Checkpoints, read_state
+from trainer.vendor import NO_BARS
+
+if TYPE_CHECKING:
+    from trainer.experiment import Experiment
+
+SKYRL_LOG = "skyrl.log"
+
+
+class Interrupted(BaseException):
+    """Ctrl-C, SIGTERM or SIGHUP. Not an Exception: nothing between here and there may swallow it."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__(signal.Signals(number).name)
+        self.number = number
+
+
+def train(recipe: Recipe, resume: Path | None = None, *, name: str = "train") -> int:
+    """Trains a recipe and says on the console how it goes.
+
+    Args:
+        recipe: the whole run.
+        resume: directory of an earlier run, to continue from its newest checkpoint; None starts a new one.
+        name: of the recipe, for the run's name where `logging.run_name` gives none.
+
+    Returns:
+        The exit status.
+    """
+    progress = Progress(recipe.trainer.num_steps)
+    run = Run(recipe, resume, name, progress)
+    with _interrupts():
+        try:
+            run.execute()
+            return 0
+        except Interrupted as interruption:
+            status, message = 128 + interruption.number, f"interrupted by {interruption}"
+        except Exception as error:  # the outermost frame: whatever it is, it is shown and everything is ended
+            status = 2 if isinstance(error, ValueError) else 1
+            message = "error: " + run.explain(error)
+        finally:
+            with _uninterrupted():
+                progress.stop()
+                run.close()
+    print(message, flush=True)
+    if (run.directory / "checkpoints" / "latest").is_file():
+        print(f"continue with: inkling-rl train --resume {run.directory}", flush=True)
+    return status
+
+
+class Run:
+    """What one call of `train` owns."""
+
+    def __init__(self, recipe: Recipe, resume: Path | None, name: str, progress: Progress) -> None:
+        self.recipe = recipe
+        self.resume = resume
+        self.progress = progress
+        run_name = recipe.logging.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
+        self.directory = (resume or recipe.logging.runs_dir / run_name).absolute()
+        self.logs = self.directory / "logs"
+        self.engine: EngineProcess | None = None
+
+    def execute(self) -> None:
+        """The whole run. Raises whatever ends it early."""
+        os.environ[NO_BARS] = "1"
+        from inkling_rl.checkpoint.reader import resolve
+
+        model_path = resolve(self.recipe.model.path).absolute()
+        resumed_step = self._prepare_directory()
+        if resumed_step is not None and resumed_step >= self.recipe.trainer.num_steps:
+            self.progress.line(
+                f"{self.directory} has finished its {resumed_step} steps. Raise trainer.num_steps to go on"
+            )
+            return
+        self._start_engine(model_path)
+        with self.progress.phase("start trainer"):
+            experiment = self._start_trainer(model_path, resumed_step)
+        with self.progress.phase("start engine"):
+            if self.engine is not None:
+                self.engine.wait_until_healthy(self.recipe.rollout.startup_timeout)
+        experiment.run()
+        self.progress.stop()
+        self._print_result()
+
+    def _prepare_directory(self) -> int | None:
+        """Makes or checks the run directory.
+
+        Returns:
+            The step to continue from, None for a new run.
+        """
+        if self.resume is not None:
+            checkpoint = Checkpoints(self.directory / "checkpoints", self.recipe.checkpoint.max_to_keep).latest()
+            shutil.rmtree(self.directory / "adapters", ignore_errors=True)
+            step = read_state(checkpoint).step
+            self.progress.line(f"run: {self.directory}, continuing after step {step}")
+            self.logs = self.directory / "logs" / f"resumed-{step}-{time.strftime('%Y%m%d-%H%M%S')}"
+        elif self.directory.exists():
+            raise RecipeError(
+                f"logging.run_name must be a new directory below logging.runs_dir; got {self.directory}, which exists. "
+                f"Choose another, or continue it with --resume {self.directory}"
+            )
+        else:
+            step = None
+            self.progress.line(f"run: {self.directory}")
+        self.logs.mkdir(parents=True, exist_ok=True)
+        import yaml
+
+        text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
+        (self.directory / "recipe.yaml").write_text(text)
+        return step
+
+    def _start_engine(self, model_path: Path) -> None:
+        if self.recipe.rollout.placement != "standalone":
+            return
+        arguments = engine_arguments(self.recipe, model=str(model_path)) | SERVER_ARGUMENTS
+        self.engine = EngineProcess(arguments, port=self.recipe.rollout.port, log=self.logs / ENGINE_LOG)
+        self.progress.line(f"engine: process {self.engine.process.pid}, {self.engine.url}")
+
+    def _start_trainer(self, model_path: Path, resumed_step: int | None) -> Experiment:
+        from trainer import logs, vendor
+
+        logs.ours_to(self.progress)
+        vendor.prepare()
+        self._start_ray()
+        logs.theirs_to(self.logs / SKYRL_LOG)
+        from trainer import skyrl_config
+        from trainer.experiment import Experiment, load_prompts, load_tokenizer
+
+        tokenizer = load_tokenizer(model_path, self.recipe.rollout.effort)
+        cfg = skyrl_config.build(
+            self.recipe,
+            model_path=model_path,
+            run_dir=self.directory,
+            engine_url=self.engine.url if self.engine else None,
+            stop_token_ids=tokenizer.renderer.stop_token_ids,
+            is_resumed=resumed_step is not None,
+        )
+        prompts = load_prompts(self.recipe, tokenizer)
+        if not self._is_local_ray():
+            from skyrl.train.utils.utils import initialize_ray
+
+            initialize_ray(cfg)
+        experiment = Experiment(self.recipe, cfg, tokenizer, self.directory, self.progress)
+        experiment.connect(self.engine)
+        experiment.build(prompts, resumed_step, self.logs / SKYRL_LOG)
+        return experiment
+
+    def _is_local_ray(self) -> bool:
+        return self.recipe.rollout.placement == "standalone"
+
+    def _start_ray(self) -> None:
+        """Ray on this node alone. On a CPU a worker is a process, so the GPUs that SkyRL asks for are made up."""
+        if not self._is_local_ray():
+            return
+        import ray
+
+        workers = self.recipe.trainer.num_gpus_per_node
+        os.environ |= {
+            "SKYRL_LOG_FILE": str(self.logs / WORKER_LOG),
+            "RAY_USAGE_STATS_ENABLED": "0",
+        }
+        ray.init(
+            num_cpus=workers,
+            num_gpus=workers if installed_device() == "cpu" else None,
+            include_dashboard=False,
+            log_to_driver=False,
+            configure_logging=False,
+        )
+
+    def _print_result(self) -> None:
+        rows = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
+        scores = [row[metrics.EVAL_SCORE] for row in rows if metrics.EVAL_SCORE in row]
+        rewards = [row[metrics.REWARD_MEAN] for row in rows if metrics.REWARD_MEAN in row]
+        held_out = f"held-out {scores[0]:.3f} -> {scores[-1]:.3f}, " if scores else ""
+        reward = f"reward {rewards[0]:.3f} -> {rewards[-1]:.3f}, " if rewards else ""
+        print(
+            f"result: {len(rewards)} steps, {held_out}{reward}{self.progress.seconds:.0f} s, {self.directory}",
+            flush=True,
+        )
+
+    def explain(self, error: BaseException) -> str:
+        rollout = self.recipe.rollout
+        return explain(error, self.logs, rollout.kv_cache_gib, rollout.max_model_len)
+
+    def close(self) -> None:
+        """Ends everything that was started. Safe to call in any state."""
+        if self.engine is not None:
+            self.engine.end()
+        import sys
+
+        if "ray" in sys.modules:
+            import ray
+
+            ray.shutdown()
+
+
+def _raise(number: int, frame: Any) -> None:
+    raise Interrupted(number)
+
+
+@contextmanager
+def _interrupts() -> Iterator[None]:
+    """Inside, the signals that end a program raise `Interrupted` in the main thread, wherever it is."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, _raise) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """Inside, those signals wait: cleaning up takes seconds and half of it leaves processes."""
+    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
