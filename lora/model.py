@@ -15,9 +15,10 @@ from collections.abc import Iterable, Mapping
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 
-from lora.schema import AdapterError, Shape, check_targets, module_pattern, plan, tensor_shapes
+from lora.files import Adapter
+from lora.schema import PEFT_PREFIX, AdapterError, Shape, check_targets, module_pattern, plan, tensor_shapes
 
-ADAPTER = "default"  # PEFT's own name for the only adapter; it is part of parameter names inside the model
+DEFAULT = "default"  # PEFT's own name for the only adapter; it is part of parameter names inside the model
 
 
 def wrap(
@@ -62,10 +63,26 @@ def wrap(
     return wrapped
 
 
+def attach(model: torch.nn.Module, adapter: Adapter) -> PeftModel:
+    """A model with an adapter that was read from disk, in evaluation mode; PEFT does the arithmetic.
+
+    Raises:
+        AdapterError: the model lacks a module of the adapter.
+    """
+    modules = sorted({name.removeprefix(PEFT_PREFIX).rpartition(".lora_")[0] for name in adapter.state})
+    settings = LoraConfig(r=adapter.rank, lora_alpha=adapter.alpha, target_modules=modules, task_type="CAUSAL_LM")
+    with torch.random.fork_rng(devices=[]):
+        wrapped: PeftModel = get_peft_model(model, settings, autocast_adapter_dtype=False)
+    for parameter in adapter_parameters(wrapped).values():
+        parameter.data = parameter.data.float()
+    load_adapter_state(wrapped, adapter.state)
+    return wrapped.eval()
+
+
 def adapter_parameters(model: torch.nn.Module) -> dict[str, torch.nn.Parameter]:
     """PEFT's file names -> the live parameters of the adapter, in module order. Copies nothing."""
     return {
-        name.replace(f".{ADAPTER}.", "."): parameter
+        name.replace(f".{DEFAULT}.", "."): parameter
         for name, parameter in model.named_parameters()
         if ".lora_A." in name or ".lora_B." in name
     }

@@ -13,7 +13,7 @@ from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from lora.files import CONFIG_FILE, WEIGHTS_FILE, read_adapter, write_adapter
-from lora.model import adapter_state
+from lora.model import adapter_state, attach
 from lora.schema import AdapterError
 from tests.lora.conftest import SIZES, logprobs, tiny_model
 from tests.lora.test_model import randomised
@@ -57,6 +57,14 @@ def test_plain_peft_gives_the_same_logprobs(written: tuple[Path, torch.Tensor]) 
     loaded = PeftModel.from_pretrained(tiny_model(), str(path)).eval()
     torch.testing.assert_close(logprobs(loaded), expected, rtol=0, atol=0)
     assert (logprobs(tiny_model()) - expected).abs().max() > 0.01
+
+
+def test_an_adapter_read_from_disk_attaches_to_a_model(written: tuple[Path, torch.Tensor]) -> None:
+    path, expected = written
+    attached = attach(tiny_model(), read_adapter(path, SIZES))
+    assert torch.equal(logprobs(attached), expected)
+    with attached.disable_adapter():
+        assert torch.equal(logprobs(attached), logprobs(tiny_model()))
 
 
 def test_reading_gives_back_what_was_written(written: tuple[Path, torch.Tensor]) -> None:

@@ -30,11 +30,11 @@ from rollout.service import HINTS, ServiceError, free_port, root_cause, service_
 TARGETS = ("q", "v", "r", "gate", "o")
 
 
-def random_adapter(path: Path, base: Path, seed: int, rank: int = 4) -> Path:
+def random_adapter(path: Path, base: Path, seed: int, rank: int = 4, scale: float = 0.2) -> Path:
     checkpoint = Checkpoint.open(base)
     generator = torch.Generator().manual_seed(seed)
     shapes = tensor_shapes(plan(checkpoint.config, TARGETS), rank)
-    state = {name: 0.2 * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
+    state = {name: scale * torch.randn(shape, generator=generator) for name, shape in shapes.items()}
     mark = fingerprint(checkpoint)
     return write_adapter(path, state, rank=rank, alpha=8, targets=TARGETS, base_model=str(base), fingerprint=mark)
 
