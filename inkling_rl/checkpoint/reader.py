@@ -33,13 +33,14 @@ def resolve(path: str | Path) -> Path:
     Raises:
         CheckpointError: no such directory, or no such built-in checkpoint.
     """
-    if isinstance(path, str) and path.startswith(BUILTIN):
+    name = str(path)
+    if name.startswith(BUILTIN):
         models = Path(str(files("recipes"))) / "models"
         found = sorted(p.parent.name for p in models.glob("*/config.json"))
-        if path.removeprefix(BUILTIN) not in found:
-            known = ", ".join(BUILTIN + name for name in found) or "none in this installation"
-            raise CheckpointError(f"model.path must be a built-in checkpoint ({known}); got {path}. Check the name")
-        return models / path.removeprefix(BUILTIN)
+        if name.removeprefix(BUILTIN) not in found:
+            known = ", ".join(BUILTIN + model for model in found) or "none in this installation"
+            raise CheckpointError(f"model.path must be a built-in checkpoint ({known}); got {name}. Check the name")
+        return models / name.removeprefix(BUILTIN)
     directory = Path(path).expanduser()
     if not (directory / "config.json").is_file():
         raise CheckpointError(f"{path} must be a checkpoint directory with a config.json; found none. Check the path")
@@ -76,6 +77,10 @@ class Checkpoint:
         quant = _read_json(quant_file) if quant_file.exists() else None
         formats = tuple(layout.expert_formats(quant, config))
         return cls(directory, config, quant, _shards(directory), formats)
+
+    def __reduce__(self) -> tuple[Any, tuple[Path]]:
+        """Travels between processes as its path: open files do not."""
+        return Checkpoint.open, (self.path,)
 
     @property
     def text_config(self) -> Mapping[str, Any]:

@@ -57,6 +57,7 @@ def quantize(weight: torch.Tensor, scales: torch.Tensor | None = None, *, name: 
     chosen = ceiling_scales(blocks.abs().amax(-1)) if scales is None else scales.clone()
     # Multiplying by 2^(127 - byte) is exact; that power of two is the value of the mirrored byte.
     inverse = e8m0_values(254 - chosen)
+    # The clamp matters for given scales, and is not left to the cast: only torch 2.13 and later saturate there.
     codes = (blocks * inverse[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
     return MXFP8Tensor(codes.flatten(-2).view(torch.uint8), chosen)
 

@@ -169,7 +169,8 @@ def _base_scale(blocks: torch.Tensor, amax: torch.Tensor, denominator: int) -> t
 
 
 def _e4m3(value: torch.Tensor) -> torch.Tensor:
-    """Nearest E4M3 byte, ties to even, saturating (torch's own cast turns values above 464 into NaN)."""
+    """Nearest E4M3 byte, ties to even, saturating."""
+    # The clamp is not left to the cast: torch 2.13 saturates there, earlier releases give NaN above 464.
     return value.clamp(max=E4M3_MAX).to(torch.float8_e4m3fn).view(torch.uint8)
 
 
@@ -185,7 +186,7 @@ def _codes(blocks: torch.Tensor, scale: torch.Tensor, decode: torch.Tensor) -> t
     """E2M1 codes `[N, K / 16, 16]` of blocks under given scale bytes `[N, K / 16]`."""
     step = e4m3_values(scale) * decode
     inverse = torch.minimum(_constant(1.0, step) / step, _constant(FLOAT_MAX, step))
-    return _e2m1((blocks * inverse[..., None]).clamp(-6.0, 6.0))
+    return _e2m1(blocks * inverse[..., None])
 
 
 def _error(

@@ -101,6 +101,21 @@ def test_low_entropy_data_tells_the_order_of_the_sum() -> None:
     assert 0 < int((tree != nvfp4.quantize(weight, anchor).scales[0]).sum()) < blocks.shape[0] * 0.1
 
 
+def test_the_division_comes_before_the_multiplication() -> None:
+    """Blocks for which another order of the same three factors rounds to another scale byte (about 1 in 3,000)."""
+    g = torch.Generator().manual_seed(0)
+    anchor = (torch.rand(400_000, generator=g) + 1).bfloat16().float()
+    largest = (anchor * torch.rand(400_000, generator=g)).bfloat16().float()
+    encode, six = 1536 / anchor, torch.tensor(6.0)
+    right = nvfp4._e4m3((largest / six) * encode)
+    for wrong in ((largest * encode) / six, largest * (encode / six)):
+        rows = (nvfp4._e4m3(wrong) != right).nonzero().flatten()[:100]
+        assert len(rows) > 20
+        noise = torch.rand(len(rows), 1, 16, generator=g) * 2 - 1
+        noise[..., 3] = 1.0
+        assert_bytes_equal_scalar(noise * largest[rows, None, None], anchor[rows], 256)
+
+
 def test_layout_of_codes_and_signs() -> None:
     weight = torch.zeros(1, 16)
     weight[0, 0], weight[0, 1], weight[0, 2], weight[0, 3] = 6.0, -6.0, -0.0, 0.5

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -184,6 +185,11 @@ def test_a_damaged_checkpoint_is_refused_with_one_message(damage: str, tiny_path
     with pytest.raises(CheckpointError, match=message) as caught:
         Checkpoint.open(path).check()
     assert "\n" not in str(caught.value)
+
+
+def test_an_opened_checkpoint_travels_between_processes(tiny: Checkpoint) -> None:
+    before = tiny.tensor("model.llm.norm.weight")
+    assert pickle.loads(pickle.dumps(tiny)).tensor("model.llm.norm.weight").equal(before)
 
 
 def test_a_whole_checkpoint_passes(tiny: Checkpoint) -> None:
