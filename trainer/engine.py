@@ -105,6 +105,12 @@ class EngineProcess:
         except (urllib.error.URLError, OSError):
             return False
 
+    def ask_to_end(self) -> None:
+        """Sends the whole group SIGTERM and does not wait; `end` is still due."""
+        if group_members(self.process.pid):
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGTERM)
+
     def end(self, grace: float = 3.0) -> None:
         """Ends the whole group: asks, waits, kills. Safe to call again, and on a stopped (SIGSTOP) process."""
         for sent, wait in ((signal.SIGTERM, grace), (signal.SIGKILL, 10.0)):

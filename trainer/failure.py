@@ -40,8 +40,8 @@ def advice(cause: str, kv_cache_gib: float | None, max_model_len: int) -> str | 
     if "KV cache" in cause or "kv_cache" in cause or "No available memory for the cache" in cause:
         given = "the default" if kv_cache_gib is None else f"{kv_cache_gib:g}"
         return (
-            f"rollout.kv_cache_gib must hold one sequence of rollout.max_model_len = {max_model_len} tokens; got {given}. "
-            "Raise it, or lower the length"
+            f"rollout.kv_cache_gib must hold one sequence of rollout.max_model_len = {max_model_len} tokens; "
+            f"got {given}. Raise it, or lower the length"
         )
     return None
 

@@ -1,11 +1,11 @@
-"""Episodes: SkyRL's generator with Inkling's chat format, seeds that follow from the run, and records of what happened.
+"""Episodes: SkyRL's generator with Inkling's chat format, seeds that follow from the run, and records of episodes.
 
-SkyRL's `SkyRLGymGenerator` keeps the loop over turns, environments and token bookkeeping. It asks its tokenizer for chat
-templates; `ChatTokenizer` answers with `inkling_rl.chat.Renderer`, so that every prompt states its effort and user text
-cannot forge a block. Observations of later turns are rendered as the block that follows, nothing before them.
+SkyRL's `SkyRLGymGenerator` keeps the loop over turns, environments and token bookkeeping. It asks its tokenizer for
+chat templates; `ChatTokenizer` answers with `inkling_rl.chat.Renderer`, so that every prompt states its effort and user
+text cannot forge a block. Observations of later turns are rendered as the block that follows, nothing before them.
 
-Environments are registered by name in this process (`rollout.envs`, imported by name: the two packages never import each
-other).
+Environments are registered by name in this process (`rollout.envs`, imported by name: the two packages never import
+each other).
 """
 
 from __future__ import annotations

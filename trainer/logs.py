@@ -1,7 +1,7 @@
 """Where the driver's log messages go: vendors' talk to a file, our own warnings to the console too.
 
-SkyRL sends everything to the console with loguru, and takes the standard library's root logger over whenever a trainer is
-made; `theirs_to` is therefore called once before and once after.
+SkyRL sends everything to the console with loguru, and takes the standard library's root logger over whenever a trainer
+is made; `theirs_to` is therefore called once before and once after.
 """
 
 from __future__ import annotations

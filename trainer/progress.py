@@ -1,7 +1,7 @@
 """What a user sees of a run: phases as they finish, a line per step, one line of result.
 
-Bars and colours on a terminal, plain lines elsewhere, the same facts in both. Not logging: what SkyRL, Ray and the engine
-say goes to files in RUN/logs.
+Bars on a terminal, plain lines elsewhere, the same facts in both. Not logging: what SkyRL, Ray and the engine say goes
+to files in RUN/logs.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class Publisher:
                 if isinstance(error, TimeoutError):
                     raise PublicationError(
                         f"version {version} must be published within sync.timeout = {self.timeout:g} s; it was not. "
-                        f"Version {self.client.policy_version} still serves. Raise the time-out, or see the engine's log"
+                        f"Version {self.client.policy_version} still serves. Raise it, or see the engine's log"
                     ) from error
                 raise
         previous = self.client.policy_version

@@ -1,11 +1,11 @@
 """Checkpoints of a run: `RUN/checkpoints/step-N`, written beside, renamed when whole, named by `latest`.
 
-A checkpoint holds the trainer's part (`policy/`: adapter, optimiser, schedule, random state, per rank), the adapter as a
-PEFT directory for anybody else (`adapter/`), and `run.json`: step, data cursor, the publication probe with its values.
-Nothing of the frozen base, which the recipe names.
+A checkpoint holds the trainer's part (`policy/`: adapter, optimiser, schedule, random state, per rank), the adapter as
+a PEFT directory for anybody else (`adapter/`), and `run.json`: step, data cursor, the publication probe with its
+values. Nothing of the frozen base, which the recipe names.
 
-Departure from SkyRL's layout (`global_step_N`, `latest_ckpt_global_step.txt`): a directory that is being written never has
-the name of a finished one, and the state is readable without unpickling.
+Departure from SkyRL's layout (`global_step_N`, `latest_ckpt_global_step.txt`): a directory that is being written never
+has the name of a finished one, and the state is readable without unpickling.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ import json
 import os
 import shutil
 import signal
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -212,13 +213,13 @@ class Run:
     def close(self) -> None:
         """Ends everything that was started. Safe to call in any state."""
         if self.engine is not None:
-            self.engine.end()
-        import sys
-
+            self.engine.ask_to_end()
         if "ray" in sys.modules:
             import ray
 
             ray.shutdown()
+        if self.engine is not None:
+            self.engine.end()
 
 
 def _raise(number: int, frame: Any) -> None:

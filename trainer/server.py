@@ -1,8 +1,8 @@
 """The engine's process: SkyRL's standalone vLLM server, started as `python -m trainer.server`.
 
-Only what has to happen inside the process is here: it ends with its launcher, even before vLLM is loaded (afterwards the
-engine's plugin watches in every process of it), and it listens on a socket that the launcher bound, so that the port
-cannot be taken in between. The arguments are vLLM's. The handle on the launcher's side is `trainer.engine`.
+Only what has to happen inside the process is here: it ends with its launcher, even before vLLM is loaded (afterwards
+the engine's plugin watches in every process of it), and it listens on a socket that the launcher bound, so that the
+port cannot be taken in between. The arguments are vLLM's. The handle on the launcher's side is `trainer.engine`.
 
 Source: skyrl 0.4.0 `inference_servers/vllm_server_actor.py:main`. Departure: the socket comes from outside.
 """

@@ -1,7 +1,7 @@
 """Where SkyRL sends metrics: the run's files, in SkyRL's interface.
 
-Takes the place of SkyRL's `Tracking`. Metrics go to `inkling_rl.metrics` sinks under SkyRL's own keys plus ours; samples
-go to `samples.jsonl`.
+Takes the place of SkyRL's `Tracking`. Metrics go to `inkling_rl.metrics` sinks under SkyRL's own keys plus ours;
+samples go to `samples.jsonl`.
 """
 
 from __future__ import annotations

@@ -35,10 +35,15 @@ class _Without(importlib.abc.MetaPathFinder):
 
 def prepare() -> None:
     """Makes SkyRL importable cheaply in this process. Safe to call again."""
-    if not any(isinstance(finder, _Without) for finder in sys.meta_path):
-        assert BLOCKED not in sys.modules, "vLLM is already imported in a process that must not have it"
+    # Where it is imported already (a test's process) there is nothing left to save.
+    if BLOCKED not in sys.modules and not any(isinstance(finder, _Without) for finder in sys.meta_path):
         sys.meta_path.insert(0, _Without())
     _keep_registries_local()
+
+
+def restore() -> None:
+    """Lets vLLM be imported again; for tests that share a process with an engine."""
+    sys.meta_path[:] = [finder for finder in sys.meta_path if not isinstance(finder, _Without)]
 
 
 def _keep_registries_local() -> None:

@@ -14,18 +14,22 @@ import os
 from pathlib import Path
 from typing import Any
 
-import ray
-import torch
-import torch.distributed as dist
-from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank
-from skyrl.backends.skyrl_train.training_batch import TrainingOutputBatch
-from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase
-from skyrl.train.dataset.replay_buffer import Experience
+from trainer import vendor
 
-from inkling_rl.recipe import Recipe
-from trainer.deepspeed import DeepSpeedStrategy, device, engine_config
-from trainer.logprobs import score_actions
-from trainer.losses import masked_mean, rollout_difference
+vendor.prepare()
+
+import ray  # noqa: E402
+import torch  # noqa: E402
+import torch.distributed as dist  # noqa: E402
+from skyrl.backends.skyrl_train.distributed.dispatch import MeshRank  # noqa: E402
+from skyrl.backends.skyrl_train.training_batch import TrainingOutputBatch  # noqa: E402
+from skyrl.backends.skyrl_train.workers.worker import PolicyWorkerBase  # noqa: E402
+from skyrl.train.dataset.replay_buffer import Experience  # noqa: E402
+
+from inkling_rl.recipe import Recipe  # noqa: E402
+from trainer.deepspeed import DeepSpeedStrategy, device, engine_config  # noqa: E402
+from trainer.logprobs import score_actions  # noqa: E402
+from trainer.losses import masked_mean, rollout_difference  # noqa: E402
 
 
 class PolicyWorkerCore(PolicyWorkerBase):

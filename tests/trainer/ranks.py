@@ -1,0 +1,50 @@
+"""A program: one rank of a policy worker trains two steps on its share of fixed batches and writes the adapter.
+
+python -m tests.trainer.ranks RANK WORLD_SIZE PORT STAGE CHECKPOINT OUT
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+import torch
+
+
+def main(rank: int, world_size: int, port: int, stage: int, checkpoint: str, out: str) -> None:
+    from tests.trainer.conftest import build_recipe
+    from tests.trainer.test_worker import batch
+    from trainer import skyrl_config
+    from trainer.worker import PolicyWorkerCore
+
+    recipe = build_recipe(Path(checkpoint), trainer={"zero_stage": stage, "num_gpus_per_node": world_size})
+    cfg = skyrl_config.build(
+        recipe, model_path=Path(checkpoint), run_dir=Path(out), engine_url="http://127.0.0.1:1", stop_token_ids=[263]
+    )
+    worker = PolicyWorkerCore(
+        cfg=cfg.trainer, world_size=world_size, rank=rank, local_rank=rank, master_addr="127.0.0.1", master_port=port,
+        sequence_parallel_size=1,
+    )  # fmt: skip
+    worker.init_worker_process_group()
+    worker.init_model(checkpoint, num_training_steps=4)
+    steps = []
+    for step in range(2):
+        share = 8 // world_size
+        data = batch(step)[rank * share : (rank + 1) * share]
+        data.metadata = {"response_length": 12}
+        steps.append((worker.forward_backward(data).metrics["policy_loss"], worker.optim_step()))
+    worker.save_checkpoint(f"{out}/policy")
+    before = worker.strategy.adapter_state()
+    worker.forward_backward(data)
+    worker.optim_step()
+    worker.load_checkpoint(f"{out}/policy")
+    after = worker.strategy.adapter_state()
+    is_restored = all(torch.equal(value, after[name]) for name, value in before.items())
+    worker.export_adapter(f"{out}/adapter")
+    if rank == 0:
+        torch.save({"steps": steps, "adapter": after, "is_restored": is_restored}, f"{out}/result.pt")
+
+
+if __name__ == "__main__":
+    rank, world_size, port, stage = (int(value) for value in sys.argv[1:5])
+    main(rank, world_size, port, stage, sys.argv[5], sys.argv[6])
