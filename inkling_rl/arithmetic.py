@@ -1,6 +1,6 @@
 """The quick start's task: add two three-digit numbers, showing the working.
 
-There are two correct ways to show it, and a base pre-trained on both knows that without knowing which one it can rely on:
+There are two correct ways to show it, and a base pre-trained on both does not know which one it can rely on:
 
 * `columns`: digit by digit from the right, carries included. Every step is a sum of at most three digits.
 * `hundreds`: the hundreds first, the rest in the head. Shorter, also correct, and beyond a tiny model most of the time.

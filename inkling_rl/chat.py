@@ -38,7 +38,10 @@ IMAGE_PLACEHOLDER = "<|image_placeholder|>"
 DRAFT_MASK = "<|draft_mask|>"
 
 # The released tokenizer spells some slots by number only; the renderer tries these in order.
-SPELLINGS = {CONTENT_XML: (CONTENT_XML, "<|unused_200024|>"), IMAGE_PLACEHOLDER: (IMAGE_PLACEHOLDER, "<|unused_200054|>")}
+SPELLINGS = {
+    CONTENT_XML: (CONTENT_XML, "<|unused_200024|>"),
+    IMAGE_PLACEHOLDER: (IMAGE_PLACEHOLDER, "<|unused_200054|>"),
+}
 
 # Tiny vocabulary: 256 bytes, then these; the embedding is padded to 512 rows, of which 500 have logits.
 TINY_SPECIAL_TOKENS = (
@@ -157,7 +160,9 @@ def blocks(
     """
     declared = [*(tools or []), *(tool for m in messages for tool in (m.get("tools") or []))]
     if declared:
-        yield Block("system", CONTENT_XML, canonical_json([_tool_spec(tool) for tool in declared]), author="tool_declare")
+        yield Block(
+            "system", CONTENT_XML, canonical_json([_tool_spec(tool) for tool in declared]), author="tool_declare"
+        )
     effort_block = Block("system", CONTENT_TEXT, effort_text(effort))
     effort_is_due = True
     tool_names: dict[str, str] = {}

@@ -36,8 +36,8 @@ BIAS_STEP = 1e-3
 class Plan:
     """Everything that decides the result, besides the seed."""
 
-    num_steps: int = 1400
-    batch_size: int = 16
+    num_steps: int = 600
+    batch_size: int = 32
     learning_rate: float = 3e-3
     weight_decay: float = 0.1
     num_warmup_steps: int = 100
