@@ -1,8 +1,8 @@
 """Inkling's chat format: messages to token ids and back, and the byte-level tokenizer of the tiny models.
 
-A conversation is a row of blocks, `role [author] kind text <|end_message|>`, where role and kind are special tokens. One
-leading system block declares tools, a system block before the first non-system message states the thinking effort, an
-assistant turn ends with `<|content_model_end_sampling|>`, and `<|message_model|>` asks the model to go on.
+A conversation is a row of blocks, `role [author] kind text <|end_message|>`, where role and kind are special tokens.
+One leading system block declares tools, a system block before the first non-system message states the thinking effort,
+an assistant turn ends with `<|content_model_end_sampling|>`, and `<|message_model|>` asks the model to go on.
 
 `Renderer` is the definition; `chat_template.jinja` beside the tokenizer gives the same ids (a property test holds the
 two together). Rendering goes block by block: special tokens are never parsed out of a user's text.
@@ -140,7 +140,7 @@ def canonical_json(value: Any) -> str:
 
 @dataclass(frozen=True)
 class Block:
-    """One block of a conversation; `end_of_turn` is the lone `<|content_model_end_sampling|>` after an assistant turn."""
+    """One block of a conversation; `end_of_turn` is the lone `<|content_model_end_sampling|>` of an assistant turn."""
 
     role: str
     kind: str
@@ -368,7 +368,7 @@ def tokenizer_files() -> dict[str, str]:
         for n, token in enumerate(TINY_SPECIAL_TOKENS)
     ]  # fmt: skip
     byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer = {
+    tokenizer: dict[str, Any] = {
         "version": "1.0",
         "truncation": None,
         "padding": None,

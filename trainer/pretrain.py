@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -128,7 +129,8 @@ def pretrain(
     with tempfile.TemporaryDirectory() as scratch:
         _write(Path(scratch) / "base", model, seed, record)
         score = score_checkpoint(Path(scratch) / "base", seed)
-    return _write(directory, model, seed, record | {"score": asdict(score)}) or score
+    _write(directory, model, seed, record | {"score": asdict(score)})
+    return score
 
 
 def score_checkpoint(path: Path, seed: int = 0) -> Score:
@@ -143,7 +145,7 @@ def score_checkpoint(path: Path, seed: int = 0) -> Score:
         sampled = _complete(model, renderer, rows, greedy=False)
         greedy = _complete(model, renderer, rows, greedy=True)
     right = [_is_right(text, row) for text, row in zip(sampled, rows, strict=True)]
-    columns = [not text.startswith(f"{chat.CONTENT_THINKING}{row['prompt'][0]}00+") for text, row in zip(sampled, rows, strict=True)]  # fmt: skip
+    columns = [not re.match(rf"{re.escape(chat.CONTENT_THINKING)}\d00\+\d00=", text) for text in sampled]
     num_columns = max(1, sum(columns))
     return Score(
         score=sum(right) / len(rows),
@@ -219,7 +221,7 @@ def _model() -> torch.nn.Module:
     text = {k: v for k, v in tiny.tiny_config()["text_config"].items() if k != "model_type"}
     model = Inkling2ForCausalLM._from_config(Inkling2TextConfig(**text), attn_implementation="eager")
     model.set_experts_implementation("grouped_mm")
-    return model  # type: ignore[no-any-return]
+    return model
 
 
 def _tokenizer() -> Any:

@@ -49,7 +49,7 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """
     file = find(path)
     try:
-        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)  # noqa: S506 (a safe loader)
+        tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{file} must be YAML; {' '.join(str(error).split())}.") from None
     if not isinstance(tree, dict):

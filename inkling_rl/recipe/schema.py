@@ -74,7 +74,7 @@ class Section(BaseModel):
 
 class Model(Section):
     path: str
-    """Directory of a release-layout checkpoint, or `builtin:tiny-arithmetic` for the base that ships with the package."""
+    """Directory of a release-layout checkpoint, or `builtin:tiny-arithmetic`: the base that ships with the package."""
 
     dtype: Dtype = "bfloat16"
     """Compute dtype of trainer and engine. float32 is for parity checks and tiny models."""
@@ -113,7 +113,7 @@ class Environment(Section):
 
 class Rollout(Section):
     placement: Literal["standalone", "ray"] = "standalone"
-    """standalone: one engine process on this node, started beside the trainer. ray: engines as Ray actors (clusters)."""
+    """standalone: one engine process on this node, beside the trainer. ray: engines as Ray actors (clusters)."""
 
     num_engines: Annotated[int, Field(gt=0)] = 1
     """Engine replicas."""
@@ -326,8 +326,8 @@ class Recipe(Section):
         needed = self.data.max_prompt_length + self.rollout.max_generate_length
         if needed > self.rollout.max_model_len:
             raise ValueError(
-                f"rollout.max_model_len must be at least data.max_prompt_length + rollout.max_generate_length = {needed}; "
-                f"got {self.rollout.max_model_len}. Raise it or shorten one of the two"
+                f"rollout.max_model_len must be at least data.max_prompt_length + rollout.max_generate_length = "
+                f"{needed}; got {self.rollout.max_model_len}. Raise it or shorten one of the two"
             )
         return self
 
@@ -336,7 +336,8 @@ class Recipe(Section):
         batch, mini = self.trainer.train_batch_size, self.policy_mini_batch_size
         if batch % mini:
             raise ValueError(
-                f"trainer.policy_mini_batch_size must divide trainer.train_batch_size = {batch}; got {mini}. Take a divisor"
+                f"trainer.policy_mini_batch_size must divide trainer.train_batch_size = {batch}; got {mini}. "
+                "Take a divisor"
             )
         return self
 
