@@ -1,0 +1,180 @@
+"""The command line: `inkling-rl train | init | serve | verify`.
+
+Parsing comes first; what a command needs is imported inside it, so that `--help` answers at once. A fault of the user's
+is one message on standard error and exit status 2; a failed run or a failed comparison is 1.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+app = typer.Typer(
+    name="inkling-rl",
+    help="Reinforcement-learning post-training for Inkling 2 Small.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,  # rich costs more than the rest of --help
+)
+
+Overrides = Annotated[
+    list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="Override a recipe field; repeatable.")
+]
+
+
+@app.command()
+def train(
+    recipe: Annotated[str | None, typer.Argument(help="Recipe file, or the name of one that ships.")] = None,
+    overrides: Overrides = None,
+    resume: Annotated[Path | None, typer.Option(metavar="RUN", help="Continue this run from its checkpoint.")] = None,
+    dry_run: Annotated[
+        bool, typer.Option("--dry-run", help="Check and print the resolved recipe, start nothing.")
+    ] = False,
+) -> None:
+    """Train a recipe with reinforcement learning."""
+    from inkling_rl.recipe import dump, load
+
+    if (recipe is None) == (resume is None):
+        raise typer.BadParameter("give a recipe or --resume RUN, one of the two")
+    source = recipe or _recipe_of(resume or Path())
+    resolved = load(source, overrides or [])
+    if dry_run:
+        typer.echo(dump(resolved), nl=False)
+        for line in _preview(resolved):
+            typer.echo(f"# {line}")
+        return
+    from trainer.run import train as run
+
+    raise typer.Exit(run(resolved, resume, name=Path(source).stem))
+
+
+@app.command()
+def init(
+    directory: Annotated[Path, typer.Argument(help="New or empty directory.")],
+    seed: Annotated[int, typer.Option(min=0, help="Of every random number.")] = 0,
+    pretrain: Annotated[
+        str | None, typer.Option(metavar="TASK", help="Pre-train on this task (arithmetic); minutes on two cores.")
+    ] = None,
+) -> None:
+    """Write a tiny Inkling 2 as a release checkpoint: every mechanism of the big one."""
+    if pretrain is None:
+        from inkling_rl.checkpoint.tiny import write_tiny
+
+        typer.echo(f"wrote {write_tiny(directory, seed)} (random weights, seed {seed})")
+        return
+    if pretrain != "arithmetic":
+        raise typer.BadParameter(f"must be arithmetic; got {pretrain}", param_hint="--pretrain")
+    from trainer.pretrain import pretrain as run
+
+    def report(step: int, num_steps: int, loss: float) -> None:
+        if step % 25 == 0 or step == num_steps:
+            typer.echo(f"step {step}/{num_steps}: loss {loss:.3f}", err=True)
+
+    score = run(directory, seed=seed, report=report)
+    typer.echo(f"wrote {directory} (held-out score {score.score:.3f}, greedy {score.greedy_score:.3f}, seed {seed})")
+
+
+@app.command()
+def serve(
+    model: Annotated[str | None, typer.Argument(help="Checkpoint directory or builtin:NAME.")] = None,
+    recipe: Annotated[str | None, typer.Option(help="Take model and engine settings from this recipe.")] = None,
+    overrides: Overrides = None,
+    adapter: Annotated[
+        list[str] | None, typer.Option(metavar="NAME=DIR", help="Serve a PEFT adapter; repeatable.")
+    ] = None,
+    host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
+    log: Annotated[Path | None, typer.Option(help="File for the engine's output.")] = None,
+) -> None:
+    """Serve a checkpoint or a recipe's model over the OpenAI API."""
+    from inkling_rl.recipe import load
+
+    settings = load(recipe, overrides or []) if recipe else None
+    if overrides and not recipe:
+        raise typer.BadParameter("needs --recipe", param_hint="-s")
+    path = model or (settings.model.path if settings else None)
+    if path is None:
+        raise typer.BadParameter("give a checkpoint or --recipe")
+    from rollout.service import serve as run
+
+    run(path, settings, host=host, port=port, adapters=dict(map(_named, adapter or [])), log=log)
+
+
+@app.command()
+def verify(
+    checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory or builtin:NAME.")],
+    adapter: Annotated[Path | None, typer.Option(metavar="DIR", help="Compare with this PEFT adapter too.")] = None,
+    prompts: Annotated[Path | None, typer.Option(help="Prompts, one a line (.txt or .jsonl); random without.")] = None,
+    dtype: Annotated[str, typer.Option(help="Of the engine: float32 or bfloat16.")] = "float32",
+    num_prompts: Annotated[int, typer.Option(min=1, help="Random prompts.")] = 8,
+    max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 24,
+    tolerance: Annotated[
+        float | None, typer.Option(min=0.0, help="float32: largest, bfloat16: mean difference.")
+    ] = None,
+    report: Annotated[Path | None, typer.Option(help="Write the JSON report here, not to standard output.")] = None,
+) -> None:
+    """Compare the engine's log-probabilities with transformers' on one checkpoint."""
+    if dtype != "float32" and dtype != "bfloat16":  # noqa: PLR1714 (mypy narrows this form to the two literals)
+        raise typer.BadParameter(f"must be float32 or bfloat16; got {dtype}", param_hint="--dtype")
+    from rollout.verify import read_prompts
+    from rollout.verify import verify as run
+
+    given = read_prompts(prompts) if prompts else None
+    result = run(
+        checkpoint, adapter, given, dtype=dtype, num_prompts=num_prompts, max_tokens=max_tokens, tolerance=tolerance
+    )
+    text = json.dumps(result, indent=2) + "\n"
+    if report:
+        report.write_text(text, encoding="utf-8")
+    else:
+        typer.echo(text, nl=False)
+    typer.echo(result["line"], err=True)
+    raise typer.Exit(0 if result["ok"] else 1)
+
+
+def _recipe_of(run: Path) -> str:
+    from inkling_rl.recipe import RecipeError
+
+    path = run / "recipe.yaml"
+    if not path.is_file():
+        raise RecipeError(f"--resume must name the directory of a run; {run} holds no recipe.yaml. Give runs/NAME.")
+    return str(path)
+
+
+def _preview(recipe: Any) -> list[str]:
+    """What a run of this recipe does per step, in a few lines."""
+    batch = recipe.trainer.train_batch_size * recipe.algorithm.n_samples_per_prompt
+    updates = recipe.trainer.train_batch_size // recipe.policy_mini_batch_size
+    model = recipe.model.path
+    found = model.startswith("builtin:") or Path(model).is_dir()
+    return [
+        f"{recipe.trainer.num_steps} steps of {batch} completions, {updates} optimiser step{'s' * (updates > 1)} each",
+        f"at most {batch * recipe.rollout.max_generate_length:,} generated tokens per step",
+        f"model.path {model}: {'found' if found else 'not on this machine; a run checks it before anything starts'}",
+        "dry run: nothing was started",
+    ]
+
+
+def _named(item: str) -> tuple[str, str]:
+    name, separator, path = item.partition("=")
+    if not (name and separator and path):
+        raise typer.BadParameter(f"must be NAME=DIR; got {item}", param_hint="--adapter")
+    return name, path
+
+
+def main() -> None:
+    """Entry point of the console script."""
+    try:
+        app()
+    except ValueError as error:  # every error of a user's is one; anything else is ours and keeps its traceback
+        print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
