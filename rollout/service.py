@@ -118,7 +118,8 @@ def serve(
     port = free_port(host, port)
     line = command_line(arguments | {"host": host, "port": port})
     log = log or Path(tempfile.gettempdir()) / f"inkling-rl-serve-{port}.log"
-    before = signal.signal(signal.SIGTERM, _interrupt)
+    # SIGINT as well: a shell starts background programs with it ignored, and Python then leaves it so.
+    before = {number: signal.signal(number, _interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         with log.open("wb") as output:
             _say(f"starting the engine for {checkpoint.path} (log: {log})")
@@ -136,7 +137,8 @@ def serve(
             finally:
                 end_group(process)
     finally:
-        signal.signal(signal.SIGTERM, before)
+        for number, handler in before.items():
+            signal.signal(number, handler)
 
 
 def free_port(host: str, port: int) -> int:

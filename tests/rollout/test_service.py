@@ -68,20 +68,31 @@ def start(*arguments: str) -> subprocess.Popen[str]:
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
-def group_of_engine(pid: int) -> list[int]:
-    """Live processes whose session leader is a child of `pid`, as /proc shows them."""
-    found = []
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
+def alive(pids: list[int]) -> list[int]:
+    """Those that run; one that has ended and waits for its new parent to notice does not."""
+    running = []
+    for pid in pids:
         try:
-            environment = (entry / "environ").read_bytes()
-            state = (entry / "stat").read_text().rsplit(")", 1)[1].split()[0]
+            state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
         except OSError:
             continue
-        if f"INKLING_RL_LAUNCHER_PID={pid}\0".encode() in environment and state != "Z":
-            found.append(int(entry.name))
-    return found
+        running += [pid] if state != "Z" else []
+    return running
+
+
+def processes_of(pid: int) -> list[int]:
+    """Live processes that `pid` has started: its children, and whatever runs in the sessions that they lead."""
+    table = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit():
+            try:
+                state, parent, _, session = (entry / "stat").read_text().rsplit(")", 1)[1].split()[:4]
+            except OSError:
+                continue
+            if state != "Z":
+                table[int(entry.name)] = (int(parent), int(session))
+    children = {child for child, (parent, _) in table.items() if parent == pid}
+    return sorted(child for child, (_, session) in table.items() if child in children or session in children)
 
 
 @pytest.fixture(scope="module")
@@ -170,14 +181,14 @@ def test_adapters_that_do_not_fit_are_refused(service: Service) -> None:
 
 
 def test_interrupting_leaves_no_process(service: Service) -> None:
-    engine = group_of_engine(service.process.pid)
-    assert len(engine) >= 2, "an API server and an engine core"
+    engine = processes_of(service.process.pid)
+    assert any("EngineCor" in Path(f"/proc/{pid}/comm").read_text() for pid in engine) and len(engine) >= 2
     service.process.send_signal(signal.SIGINT)
     assert service.process.wait(30) == 0
     end = time.monotonic() + 5
-    while group_of_engine(service.process.pid) and time.monotonic() < end:
+    while alive(engine) and time.monotonic() < end:
         time.sleep(0.1)
-    assert group_of_engine(service.process.pid) == []
+    assert alive(engine) == []
 
 
 @pytest.mark.slow
@@ -189,7 +200,7 @@ def test_a_cache_that_holds_no_request_is_one_clear_error(tmp_path: Path) -> Non
     assert process.returncode == 2
     error = text.splitlines()[-1]
     assert error.startswith("error: the engine must start") and HINTS["cache blocks"] in error, text
-    assert "Traceback" not in text and group_of_engine(process.pid) == []
+    assert "Traceback" not in text and processes_of(process.pid) == []
 
 
 def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
