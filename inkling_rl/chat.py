@@ -1,4 +1,4 @@
-"""Inkling's chat format: messages to token ids and back, and the byte-level tokenizer of the tiny models.
+"""Inkling's chat format: messages to token ids and back.
 
 A conversation is a row of blocks, `role [author] kind text <|end_message|>`, where role and kind are special tokens.
 One leading system block declares tools, a system block before the first non-system message states the thinking effort,
@@ -14,10 +14,8 @@ format. Departures: text and image parts only (Inkling 2 has no audio).
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cache
-from importlib.resources import files
 from typing import Any, Protocol
 
 ENDOFTEXT = "<|endoftext|>"
@@ -35,38 +33,12 @@ CONTENT_XML = "<|content_xml|>"
 CONTENT_INVOKE_TOOL_JSON = "<|content_invoke_tool_json|>"
 CONTENT_INVOKE_TOOL_TEXT = "<|content_invoke_tool_text|>"
 IMAGE_PLACEHOLDER = "<|image_placeholder|>"
-DRAFT_MASK = "<|draft_mask|>"
 
 # The released tokenizer spells some slots by number only; the renderer tries these in order.
 SPELLINGS = {
     CONTENT_XML: (CONTENT_XML, "<|unused_200024|>"),
     IMAGE_PLACEHOLDER: (IMAGE_PLACEHOLDER, "<|unused_200054|>"),
 }
-
-# Tiny vocabulary: 256 bytes, then these; the embedding is padded to 512 rows, of which 500 have logits.
-TINY_SPECIAL_TOKENS = (
-    ENDOFTEXT,
-    MESSAGE_USER,
-    MESSAGE_MODEL,
-    MESSAGE_SYSTEM,
-    MESSAGE_TOOL,
-    CONTENT_TEXT,
-    CONTENT_IMAGE,
-    END_SAMPLING,
-    CONTENT_THINKING,
-    END_MESSAGE,
-    CONTENT_TOOL_ERROR,
-    CONTENT_XML,
-    CONTENT_INVOKE_TOOL_JSON,
-    CONTENT_INVOKE_TOOL_TEXT,
-    IMAGE_PLACEHOLDER,
-)
-PAD_TOKEN_ID = 256
-EOS_TOKEN_ID = 256 + TINY_SPECIAL_TOKENS.index(END_SAMPLING)
-IMAGE_TOKEN_ID = 256 + TINY_SPECIAL_TOKENS.index(IMAGE_PLACEHOLDER)
-VOCAB_SIZE = 512
-UNPADDED_VOCAB_SIZE = 500
-MASK_TOKEN_ID = UNPADDED_VOCAB_SIZE  # the draft's mask: an embedding row that exists because the table is padded
 
 MAX_EFFORT = 0.99
 EFFORT_BY_NAME = {"none": 0.0, "minimal": 0.1, "low": 0.2, "medium": 0.7, "high": 0.9, "xhigh": 0.99, "max": 0.99}
@@ -347,60 +319,3 @@ def _tool_call(raw: str) -> ToolCall:
     except (ValueError, KeyError, TypeError):
         return ToolCall(name="", arguments=None, raw=raw)
     return ToolCall(name=str(name), arguments=arguments if isinstance(arguments, dict) else None, raw=raw)
-
-
-def _byte_alphabet() -> list[str]:
-    """The printable stand-in of each byte in Hugging Face's ByteLevel coder, by byte value."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    stand_in = {byte: chr(byte) for byte in printable}
-    spare: Callable[[int], str] = lambda n: chr(256 + n)
-    for n, byte in enumerate(b for b in range(256) if b not in stand_in):
-        stand_in[byte] = spare(n)
-    return [stand_in[byte] for byte in range(256)]
-
-
-@cache
-def tokenizer_files() -> dict[str, str]:
-    """Tokenizer of the tiny models: file name -> content. Ids 0-255 are bytes, then the special tokens."""
-    special = [
-        {"id": 256 + n, "content": token, "special": True, "normalized": False, "lstrip": False, "rstrip": False,
-         "single_word": False}
-        for n, token in enumerate(TINY_SPECIAL_TOKENS)
-    ]  # fmt: skip
-    byte_level = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
-    tokenizer: dict[str, Any] = {
-        "version": "1.0",
-        "truncation": None,
-        "padding": None,
-        "added_tokens": special,
-        "normalizer": None,
-        "pre_tokenizer": byte_level,
-        "post_processor": None,
-        "decoder": byte_level,
-        "model": {
-            "type": "BPE",
-            "dropout": None,
-            "unk_token": None,
-            "continuing_subword_prefix": None,
-            "end_of_word_suffix": None,
-            "fuse_unk": False,
-            "byte_fallback": False,
-            "vocab": {character: byte for byte, character in enumerate(_byte_alphabet())},
-            "merges": [],
-        },
-    }
-    config = {
-        "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": 4096,
-        "eos_token": END_SAMPLING,
-        "pad_token": ENDOFTEXT,
-        "additional_special_tokens": [t for t in TINY_SPECIAL_TOKENS if t not in (END_SAMPLING, ENDOFTEXT)],
-        "clean_up_tokenization_spaces": False,
-    }
-    generation = {"eos_token_id": [EOS_TOKEN_ID], "pad_token_id": PAD_TOKEN_ID, "do_sample": True, "temperature": 1.0}
-    return {
-        "tokenizer.json": json.dumps(tokenizer, ensure_ascii=False),
-        "tokenizer_config.json": json.dumps(config, indent=1),
-        "generation_config.json": json.dumps(generation, indent=1),
-        "chat_template.jinja": files("inkling_rl").joinpath("chat_template.jinja").read_text(encoding="utf-8"),
-    }

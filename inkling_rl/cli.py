@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -110,7 +110,7 @@ def verify(
     checkpoint: Annotated[str, typer.Argument(help="Checkpoint directory or builtin:NAME.")],
     adapter: Annotated[Path | None, typer.Option(metavar="DIR", help="Compare with this PEFT adapter too.")] = None,
     prompts: Annotated[Path | None, typer.Option(help="Prompts, one a line (.txt or .jsonl); random without.")] = None,
-    dtype: Annotated[str, typer.Option(help="Of the engine: float32 or bfloat16.")] = "float32",
+    dtype: Annotated[Literal["float32", "bfloat16"], typer.Option(help="Of the engine.")] = "float32",
     num_prompts: Annotated[int, typer.Option(min=1, help="Random prompts.")] = 8,
     max_tokens: Annotated[int, typer.Option(min=1, help="Tokens generated for each prompt.")] = 24,
     tolerance: Annotated[
@@ -119,8 +119,6 @@ def verify(
     report: Annotated[Path | None, typer.Option(help="Write the JSON report here, not to standard output.")] = None,
 ) -> None:
     """Compare the engine's log-probabilities with transformers' on one checkpoint."""
-    if dtype != "float32" and dtype != "bfloat16":  # noqa: PLR1714 (mypy narrows this form to the two literals)
-        raise typer.BadParameter(f"must be float32 or bfloat16; got {dtype}", param_hint="--dtype")
     from rollout.verify import read_prompts
     from rollout.verify import verify as run
 

@@ -23,7 +23,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 
-from inkling_rl import arithmetic, chat
+from inkling_rl import arithmetic, byte_tokenizer, chat
 from inkling_rl.checkpoint import layout, tiny
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.checkpoint.writer import export_release
@@ -84,7 +84,7 @@ class Corpus:
         """Inputs and labels [size, longest]; padding and prompts carry no label."""
         documents = [self.document() for _ in range(size)]
         longest = max(len(prompt) + len(completion) for prompt, completion in documents)
-        inputs = torch.full((size, longest), chat.PAD_TOKEN_ID)
+        inputs = torch.full((size, longest), byte_tokenizer.PAD_TOKEN_ID)
         labels = torch.full((size, longest), IGNORED)
         for row, (prompt, completion) in enumerate(documents):
             end = len(prompt) + len(completion)
@@ -228,7 +228,7 @@ def _tokenizer() -> Any:
     from transformers import PreTrainedTokenizerFast
 
     with tempfile.TemporaryDirectory() as scratch:
-        for name, content in chat.tokenizer_files().items():
+        for name, content in byte_tokenizer.tokenizer_files().items():
             Path(scratch, name).write_text(content, encoding="utf-8")
         return PreTrainedTokenizerFast.from_pretrained(scratch)
 
@@ -236,7 +236,7 @@ def _tokenizer() -> Any:
 def _write(directory: Path, model: torch.nn.Module, seed: int, record: dict[str, Any]) -> None:
     """Trained text weights; vision tower and draft from the random tiny model of the same seed."""
     rest = {k: v for k, v in tiny.random_tensors(seed).items() if not k.startswith(layout.TEXT_PREFIX)}
-    files = chat.tokenizer_files() | {"pretrain.json": json.dumps(record, indent=1) + "\n"}
+    files = byte_tokenizer.tokenizer_files() | {"pretrain.json": json.dumps(record, indent=1) + "\n"}
     export_release(
         directory, tiny.tiny_config(), tiny.tiny_quant_config(), model.state_dict(), rest, files,
         max_shard_bytes=tiny.MAX_SHARD_BYTES,
@@ -254,11 +254,11 @@ def _complete(
         output = model(input_ids=inputs, cache=cache, use_cache=True)
         cache, logits = output.past_key_values, output.logits[:, -1].float()
         token = logits.argmax(-1) if greedy else torch.multinomial(logits.softmax(-1), 1)[:, 0]
-        token = torch.where(done, chat.PAD_TOKEN_ID, token)
+        token = torch.where(done, byte_tokenizer.PAD_TOKEN_ID, token)
         chosen.append(token)
-        done |= token == chat.EOS_TOKEN_ID
+        done |= token == byte_tokenizer.EOS_TOKEN_ID
         if done.all():
             break
         inputs = token[:, None]
-    ids = [[t for t in row if t != chat.PAD_TOKEN_ID] for row in torch.stack(chosen, 1).tolist()]
+    ids = [[t for t in row if t != byte_tokenizer.PAD_TOKEN_ID] for row in torch.stack(chosen, 1).tolist()]
     return [renderer.tokenizer.decode(row) for row in ids]

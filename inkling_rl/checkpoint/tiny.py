@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from inkling_rl import chat
+from inkling_rl import byte_tokenizer
 from inkling_rl.checkpoint import layout
 from inkling_rl.checkpoint.writer import export_release
 from inkling_rl.formats import mixed
@@ -33,8 +33,8 @@ def tiny_config() -> dict[str, Any]:
     heads = {"num_attention_heads": 12, "num_key_value_heads": 2, "head_dim": 16}
     text = {
         "model_type": "inkling2_text",
-        "vocab_size": chat.VOCAB_SIZE,
-        "unpadded_vocab_size": chat.UNPADDED_VOCAB_SIZE,
+        "vocab_size": byte_tokenizer.VOCAB_SIZE,
+        "unpadded_vocab_size": byte_tokenizer.UNPADDED_VOCAB_SIZE,
         "hidden_size": 128,
         "num_hidden_layers": NUM_LAYERS,
         "n_layers_per_attn_res_block": 3,
@@ -63,8 +63,8 @@ def tiny_config() -> dict[str, Any]:
         "attention_dropout": 0.0,
         "initializer_range": 0.02,
         "bos_token_id": None,
-        "eos_token_id": chat.EOS_TOKEN_ID,
-        "pad_token_id": chat.PAD_TOKEN_ID,
+        "eos_token_id": byte_tokenizer.EOS_TOKEN_ID,
+        "pad_token_id": byte_tokenizer.PAD_TOKEN_ID,
         "use_cache": True,
     }
     vision = {
@@ -94,7 +94,7 @@ def tiny_config() -> dict[str, Any]:
         "target_layer_ids": [2, 5],
         "markov_rank": 16,
         "markov_head_type": "rnn",
-        "noise_token_id": chat.MASK_TOKEN_ID,
+        "noise_token_id": byte_tokenizer.MASK_TOKEN_ID,
         "enable_confidence_head": True,
         "confidence_head_with_markov": True,
     }
@@ -102,8 +102,8 @@ def tiny_config() -> dict[str, Any]:
         "architectures": ["Inkling2ForConditionalGeneration"],
         "model_type": "inkling2",
         "dtype": "bfloat16",
-        "image_token_id": chat.IMAGE_TOKEN_ID,
-        "eos_token_id": chat.EOS_TOKEN_ID,
+        "image_token_id": byte_tokenizer.IMAGE_TOKEN_ID,
+        "eos_token_id": byte_tokenizer.EOS_TOKEN_ID,
         "text_config": text,
         "vision_config": vision,
         **{f"dspark_{key}": value for key, value in draft.items()},
@@ -142,7 +142,7 @@ def random_tensors(seed: int) -> dict[str, torch.Tensor]:
         mixed_seed = zlib.crc32(name.encode()) ^ (seed * 0x9E3779B1 & 0xFFFFFFFF)
         generator = torch.Generator().manual_seed(mixed_seed)
         tensors[name] = _draw(name, shape, generator)
-    tensors["model.llm.unembed.weight"][chat.UNPADDED_VOCAB_SIZE :] = 0
+    tensors["model.llm.unembed.weight"][byte_tokenizer.UNPADDED_VOCAB_SIZE :] = 0
     return tensors
 
 
@@ -154,7 +154,7 @@ def text_state(tensors: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         if name.endswith("w13_weight"):
             value = mixed.deinterleave(value)
         elif name.endswith("unembed.weight"):
-            value = value[: chat.UNPADDED_VOCAB_SIZE]
+            value = value[: byte_tokenizer.UNPADDED_VOCAB_SIZE]
         state[layout.hf_name(name)] = value
     return state
 
@@ -169,7 +169,7 @@ def write_tiny(path: str | Path, seed: int = 0) -> Path:
         tiny_quant_config(),
         text_state(tensors),
         extra,
-        chat.tokenizer_files(),
+        byte_tokenizer.tokenizer_files(),
         max_shard_bytes=MAX_SHARD_BYTES,
     )
 

@@ -1,0 +1,68 @@
+"""The command line: frozen commands and options, quick help, exit statuses."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import typer.main
+
+from inkling_rl.cli import app
+
+FROZEN = {
+    "train": {"recipe", "overrides", "resume", "dry_run"},
+    "init": {"directory", "seed", "pretrain"},
+    "serve": {"model", "recipe", "overrides", "adapter", "host", "port", "log"},
+    "verify": {"checkpoint", "adapter", "prompts", "dtype", "num_prompts", "max_tokens", "tolerance", "report"},
+}
+
+
+def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "inkling_rl.cli", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, check=False)
+
+
+def test_commands_and_options_are_frozen() -> None:
+    group = typer.main.get_command(app)
+    found = {name: {p.name for p in command.params} for name, command in group.commands.items()}  # type: ignore[attr-defined]
+    assert found == FROZEN
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["train", "quickstart.yaml", "-s", "trainer.lerning_rate=1"], "Did you mean trainer.learning_rate?"),
+        (["train", "absent.yaml"], "absent.yaml is none"),
+        (["train"], "give a recipe or --resume RUN"),
+        (["train", "quickstart.yaml", "--resume", "x"], "give a recipe or --resume RUN"),
+        (["train", "--resume", "no-such-run"], "holds no recipe.yaml"),
+        (["init", "somewhere", "--pretrain", "chess"], "must be arithmetic; got chess"),
+        (["serve"], "give a checkpoint or --recipe"),
+        (["serve", "x", "--adapter", "y"], "must be NAME=DIR"),
+        (["frobnicate"], "No such command"),
+    ],
+)
+def test_a_users_fault_is_one_message_and_status_2(arguments: list[str], message: str) -> None:
+    result = run(*arguments)
+    assert result.returncode == 2, result
+    assert message in result.stderr and "Traceback" not in result.stderr
+
+
+def test_dry_run_accepts_what_ships_and_starts_nothing(tmp_path: Path) -> None:
+    result = run("train", "inkling-2-small-lora-gsm8k.yaml", "--dry-run", "-s", f"logging.runs_dir={tmp_path}")
+    assert result.returncode == 0, result.stderr
+    assert "not on this machine" in result.stdout and "200 steps of 1024 completions" in result.stdout
+    assert not list(tmp_path.iterdir())
+
+
+def test_init_writes_a_checkpoint_and_refuses_a_used_directory(tmp_path: Path) -> None:
+    from inkling_rl.checkpoint.reader import Checkpoint
+
+    assert run("init", str(tmp_path / "tiny"), "--seed", "3").returncode == 0
+    Checkpoint.open(tmp_path / "tiny").check()
+    before = sorted(p.name for p in tmp_path.rglob("*"))
+    again = run("init", str(tmp_path / "tiny"))
+    assert again.returncode == 2 and "must not exist or be an empty directory" in again.stderr
+    assert sorted(p.name for p in tmp_path.rglob("*")) == before

@@ -1,0 +1,102 @@
+"""Recipes: what ships is valid, what is wrong is named with its path, what is written reads back the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from inkling_rl.recipe import Recipe, RecipeError, dump, fields, load
+from inkling_rl.recipe.schema import (
+    DEEPSPEED_ARGS_SET_BY_RECIPE,
+    SKYRL_ARGS_SET_BY_RECIPE,
+    VLLM_ARGS_SET_BY_RECIPE,
+)
+
+SHIPPED = sorted(path.name for path in (Path(__file__).parents[2] / "recipes").glob("*.yaml"))
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str, tmp_path: Path) -> None:
+    recipe = load(name)
+    written = tmp_path / "recipe.yaml"
+    written.write_text(dump(recipe), encoding="utf-8")
+    assert load(written) == recipe
+
+
+def test_few_fields_and_every_one_is_documented() -> None:
+    leaves = [path for path in fields() if "." in path]
+    assert len(leaves) < 80
+    for path in leaves:
+        section, name = path.split(".")
+        model = Recipe.model_fields[section].annotation
+        assert model is not None and model.model_fields[name].description, path
+
+
+def test_owners_of_vendor_keys_exist() -> None:
+    known = set(fields())
+    for table in (VLLM_ARGS_SET_BY_RECIPE, SKYRL_ARGS_SET_BY_RECIPE, DEEPSPEED_ARGS_SET_BY_RECIPE):
+        assert set(table.values()) - {"rollout.dtype", "trainer.dtype"} <= known
+
+
+@pytest.mark.parametrize(
+    ("override", "message"),
+    [
+        ("trainer.lerning_rate=3", "trainer.lerning_rate is no key of the recipe. Did you mean trainer.learning_rate?"),
+        ("temperature=3", "temperature is no key of the recipe. Did you mean rollout.temperature?"),
+        ("trainer.learning_rate=abc", "trainer.learning_rate must be a number; got 'abc'. Peak learning rate"),
+        ("trainer.num_steps=0", "trainer.num_steps must be greater than 0; got 0."),
+        ("trainer.num_steps=1.5", "trainer.num_steps must be a"),
+        ("trainer.num_steps='3'", "trainer.num_steps must be a"),
+        ("rollout.placement=standalon", "got 'standalon'. Did you mean 'standalone'?"),
+        ("lora.rank=7", "lora.rank must be one of 1, 8, 16, 32, 64, 128, 256, 320, 512; got 7."),
+        ("lora.targets=q", "lora.targets must be a list; got 'q'."),
+        ("lora.targets=[q, w1]", "lora.targets.1 must be one of 'q', 'k', 'v', 'r', 'gate' or 'o'; got 'w1'."),
+        ("lora.targets=[]", "lora.targets must"),
+        ("rollout.max_model_len=10", "rollout.max_model_len must be at least data.max_prompt_length"),
+        ("trainer.policy_mini_batch_size=5", "trainer.policy_mini_batch_size must divide trainer.train_batch_size"),
+        ("trainer.num_gpus_per_node=7", "must be a multiple of trainer.num_gpus_per_node x trainer.num_nodes = 7"),
+        ("rollout.vllm_args.max-model-len=3", "rollout.max_model_len decides it"),
+        (
+            "trainer.skyrl_args.trainer.seed=3",
+            "trainer.skyrl_args.trainer.seed must not be set: trainer.seed decides it",
+        ),
+        ("trainer.deepspeed_args.zero_optimization.stage=3", "trainer.zero_stage decides it"),
+        ("model=3", "model must be"),
+        ("nonsense", "must have the form section.field=value"),
+        ("model.path.x=3", "model.path must be a section; it is a value"),
+        ("trainer.num_steps=[", "the value must be YAML"),
+    ],
+)
+def test_faults_are_named(override: str, message: str) -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("quickstart.yaml", [override])
+    assert message in str(caught.value)
+
+
+def test_all_faults_are_named_at_once() -> None:
+    with pytest.raises(RecipeError) as caught:
+        load("quickstart.yaml", ["trainer.nothing=1", "lora.rank=3", "model.path=4"])
+    assert "3 faults" in str(caught.value)
+
+
+def test_missing_sections_and_files(tmp_path: Path) -> None:
+    empty = tmp_path / "r.yaml"
+    empty.write_text("model: {path: x}\n")
+    with pytest.raises(RecipeError, match=r"(?s)data must be given.*environment must be given.*trainer must be given"):
+        load(empty)
+    empty.write_text("")
+    with pytest.raises(RecipeError, match="must hold a mapping of sections"):
+        load(empty)
+    empty.write_text("model: {path: x}\nmodel: {path: y}\n")
+    with pytest.raises(RecipeError, match="model must be given once"):
+        load(empty)
+    with pytest.raises(RecipeError, match=r"there|none\. Give a path, or one that ships: .*quickstart.yaml"):
+        load(tmp_path / "absent.yaml")
+
+
+def test_overrides_reach_the_recipe_in_order() -> None:
+    recipe = load("quickstart.yaml", ["trainer.num_steps=3", "trainer.num_steps=5", "lora.targets=[q, gate]"])
+    assert (recipe.trainer.num_steps, recipe.lora.targets) == (5, ("q", "gate"))
+    dotted = load("quickstart.yaml", ["trainer.deepspeed_args.zero_optimization.reduce_bucket_size=1000"])
+    assert dotted.trainer.deepspeed_args == {"zero_optimization.reduce_bucket_size": 1000}
