@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Any
 
 from inkling_rl import metrics
 from inkling_rl.engine_args import engine_arguments, installed_device
-from inkling_rl.recipe import Recipe, RecipeError
+from inkling_rl.recipe import Recipe, RecipeError, dump
 from trainer.engine import SERVER_ARGUMENTS, EngineProcess
 from trainer.failure import ENGINE_LOG, WORKER_LOG, explain
 from trainer.progress import Progress
@@ -131,10 +131,7 @@ class Run:
             step = None
             self.progress.line(f"run: {self.directory}")
         self.logs.mkdir(parents=True, exist_ok=True)
-        import yaml
-
-        text = yaml.safe_dump(self.recipe.model_dump(mode="json"), sort_keys=False)
-        (self.directory / "recipe.yaml").write_text(text)
+        (self.directory / "recipe.yaml").write_text(dump(self.recipe))
         return step
 
     def _start_engine(self, model_path: Path) -> None:

@@ -106,11 +106,13 @@ def check_active() -> None:
     Raises:
         EngineError: names the steps that are not in force.
     """
-    from rollout.plugin import lora
+    from rollout.plugin import lora, seeds
 
     lora.install()
+    seeds.install()
     missing = [name for name, step in STEPS.items() if not step.is_active()]
     missing += [] if lora.is_installed() else ["LoRA on the CPU"]
+    missing += [] if seeds.is_installed() else ["seeds under chunked prefill on the CPU"]
     if missing:
         raise EngineError(
             f"the vLLM plugin inkling2 must be active; got these steps missing: {', '.join(missing)}. "
