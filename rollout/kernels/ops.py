@@ -1,27 +1,41 @@
-"""The kernels the model calls. Not implementations: each is the fast one for the tensors' device, or the reference."""
+"""The kernels that the model calls: the C++ twin on the CPU, the torch reference everywhere else.
+
+The choice is made once per process (`INKLING_RL_KERNELS=torch` forces the reference); a missing compiler costs speed
+and one warning, never a start.
+"""
 
 from __future__ import annotations
 
-from rollout.kernels.reference import (
-    attention,
-    experts,
-    linear,
-    lora_delta,
-    mix_norm,
-    rms_norm,
-    short_conv,
-    softcap_logits,
-    store_kv,
-)
+from collections.abc import Callable
+from functools import cache
+from typing import Any
 
-__all__ = [
-    "attention",
-    "experts",
-    "linear",
-    "lora_delta",
-    "mix_norm",
-    "rms_norm",
-    "short_conv",
-    "softcap_logits",
-    "store_kv",
-]
+import torch
+
+from rollout.kernels import native, reference
+
+
+@cache
+def have_native() -> bool:
+    """Whether the C++ kernels are there; builds them on the first call."""
+    return native.functions() is not None
+
+
+def _dispatched[Function: Callable[..., Any]](slow: Function, fast: Function) -> Function:
+    def call(x: torch.Tensor, *arguments: Any, **options: Any) -> Any:
+        if x.is_cpu and have_native():
+            return fast(x, *arguments, **options)
+        return slow(x, *arguments, **options)
+
+    call.__name__, call.__doc__ = slow.__name__, slow.__doc__
+    return call  # type: ignore[return-value]
+
+
+attention = _dispatched(reference.attention, native.attention)
+experts = _dispatched(reference.experts, native.experts)
+linear = _dispatched(reference.linear, native.linear)
+lora_delta = _dispatched(reference.lora_delta, native.lora_delta)
+mix_norm = _dispatched(reference.mix_norm, native.mix_norm)
+short_conv = _dispatched(reference.short_conv, native.short_conv)
+softcap_logits = _dispatched(reference.softcap_logits, native.softcap_logits)
+store_kv = _dispatched(reference.store_kv, native.store_kv)

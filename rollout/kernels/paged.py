@@ -10,8 +10,8 @@ E experts, I expert width, R relative extent, C channels, S attention-residual s
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
-from typing import NamedTuple
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
 
 import torch
 
@@ -40,6 +40,9 @@ class PagedBatch:
 
     slots: torch.Tensor
     """int64 [T]: `block * tokens per block + offset` of each row; negative rows are not stored."""
+
+    native: dict[int, Any] = field(default_factory=dict, repr=False, compare=False)
+    """The batch as the C++ kernels want it, by tokens per block; filled by them, once per step."""
 
     def requests(self) -> Iterator[RequestRows]:
         """Rows and first position of every request that has rows."""

@@ -39,7 +39,7 @@ def config_is_registered() -> bool:
 
 
 def allow_lora() -> None:
-    """Spare Inkling 2 the check meant for in-tree Inkling 1 (`LoRAConfig.verify_with_model_config`), keep adapters float32."""
+    """Patch `LoRAConfig.verify_with_model_config`: no check meant for in-tree Inkling 1, and adapters in float32."""
     if lora_is_allowed():
         return
     original = LoRAConfig.verify_with_model_config

@@ -22,12 +22,21 @@ class ConvStream:
         self.batch = batch
 
 
+class ConvWeight(nn.Module):
+    """Taps [C, 1, L], float32, lying in memory as [L, C]: the kernel runs over channels."""
+
+    def __init__(self, channels: int, num_taps: int) -> None:
+        super().__init__()
+        taps_LC = torch.empty(num_taps, channels, dtype=torch.float32)
+        self.weight = nn.Parameter(taps_LC.t()[:, None], requires_grad=False)
+
+
 class ShortConvolution(nn.Module):
     """Static taps, one set per channel, float32. `conv1d.weight` is [C, 1, L], last tap the current token."""
 
     def __init__(self, channels: int, num_taps: int, offset: int) -> None:
         super().__init__()
-        self.conv1d = Weight(channels, 1, num_taps, dtype=torch.float32)
+        self.conv1d = ConvWeight(channels, num_taps)
         self.range = slice(offset, offset + channels)
 
     def forward(self, x_TC: torch.Tensor, stream: ConvStream, residual_TC: torch.Tensor | None = None) -> torch.Tensor:

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from rollout.kernels import ops
+from rollout.plugin.linear import empty_weight
 from rollout.plugin.shape import ModelShape
 
 
@@ -18,9 +19,7 @@ class Router(nn.Module):
 
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(shape.num_experts, shape.hidden_size, dtype=torch.float32), requires_grad=False
-        )
+        self.weight = empty_weight(shape.num_experts, shape.hidden_size, dtype=torch.float32)
         self.e_score_correction_bias = nn.Parameter(
             torch.empty(shape.num_experts, dtype=torch.float32), requires_grad=False
         )
@@ -32,8 +31,8 @@ class Experts(nn.Module):
     def __init__(self, shape: ModelShape) -> None:
         super().__init__()
         num, width, hidden = shape.num_experts, shape.expert_width, shape.hidden_size
-        self.gate_up_proj = nn.Parameter(torch.empty(num, 2 * width, hidden), requires_grad=False)
-        self.down_proj = nn.Parameter(torch.empty(num, hidden, width), requires_grad=False)
+        self.gate_up_proj = empty_weight(num, 2 * width, hidden)
+        self.down_proj = empty_weight(num, hidden, width)
 
 
 class SparseMoe(nn.Module):

@@ -11,10 +11,11 @@ from torch import nn
 from vllm.model_executor.layers.linear import ReplicatedLinear, UnquantizedLinearMethod
 
 from rollout.kernels import ops
+from rollout.kernels.layout import k_major
 
 
 class KernelLinearMethod(UnquantizedLinearMethod):
-    """Keeps the weight as loaded, [out, in] in the model's dtype, and multiplies in float32."""
+    """Keeps the weight [out, in] in the model's dtype and multiplies in float32."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing to pack: the kernel reads the parameter itself, so an update in place is seen at once."""
@@ -31,11 +32,17 @@ class Projection(ReplicatedLinear):
     def __init__(self, input_size: int, output_size: int, prefix: str) -> None:
         super().__init__(input_size, output_size, bias=False, prefix=prefix, return_bias=False)
         self.quant_method = KernelLinearMethod()
+        self.weight.data = k_major(self.weight.data)
 
 
 class Weight(nn.Module):
-    """A named weight that no adapter may target."""
+    """A named weight [..., out, in] that no adapter may target."""
 
     def __init__(self, *shape: int, dtype: torch.dtype) -> None:
         super().__init__()
-        self.weight = nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+        self.weight = empty_weight(*shape, dtype=dtype)
+
+
+def empty_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
+    """Parameter [..., out, in] that lies in memory as the kernels read it."""
+    return nn.Parameter(k_major(torch.empty(shape, dtype=dtype)), requires_grad=False)

@@ -41,7 +41,8 @@ class NormedEmbedding(nn.Module):
 
     def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
         """float32 [T, H]."""
-        return ops.rms_norm(F.embedding(input_ids_T, self.weight), self.embed_norm.weight, self.eps)
+        rows_TH = F.embedding(input_ids_T, self.weight).float()
+        return ops.mix_norm(rows_TH[:0], rows_TH, None, self.embed_norm.weight[None], 0.0, self.eps)[0]
 
 
 class DecoderLayer(nn.Module):

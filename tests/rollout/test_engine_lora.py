@@ -15,9 +15,11 @@ from safetensors.torch import load_file, save_file
 from lora.files import AdapterError, write_adapter
 from lora.model import adapter_parameters, adapter_state, wrap
 from lora.schema import TARGETS
+from rollout.kernels import ops
 from tests.rollout.engines import completion_of, differences, engine, generate, largest_change, oracle, random_prompts
 
 TOLERANCE = 1e-4
+INVARIANCE = 0.0 if ops.have_native() else 1e-5
 RANK = 8
 PROMPTS = random_prompts((20, 33, 7, 64), seed=6)
 
@@ -76,7 +78,7 @@ def test_rows_of_a_mixed_batch_get_their_own_adapter_or_none(llm: Any, tiny_orac
     llm.reset_prefix_cache()
     requests = [request("a", 1, adapters["a"][0]), None, request("b", 2, adapters["b"][0]), None]
     mixed = generate(llm, PROMPTS, lora=requests)
-    assert largest_change([base[1], base[3]], [mixed[1], mixed[3]]) < 1e-5
+    assert largest_change([base[1], base[3]], [mixed[1], mixed[3]]) <= INVARIANCE
     assert max(differences(tiny_oracle, PROMPTS, base)) < TOLERANCE
     for index, name in ((0, "a"), (2, "b")):
         assert max(differences(adapters[name][1], [PROMPTS[index]], [mixed[index]])) < TOLERANCE
@@ -89,7 +91,7 @@ def test_the_prefix_cache_keeps_adapters_apart(llm: Any, adapters: Any) -> None:
     other = generate(llm, prompts)
     again = generate(llm, prompts, lora=request("a", 1, adapters["a"][0]))
     assert (other[0].num_cached_tokens, again[0].num_cached_tokens) == (0, 32)
-    assert largest_change(cold, again) < 1e-5
+    assert largest_change(cold, again) <= INVARIANCE
 
 
 def change(directory: Path, source: Path, rename: Any = None, settings: dict[str, Any] | None = None) -> Path:

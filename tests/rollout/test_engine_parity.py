@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from rollout.kernels import ops
 from tests.rollout.engines import (
     PROMPT_LENGTHS,
     completion_of,
@@ -19,8 +20,9 @@ from tests.rollout.engines import (
 )
 
 TOLERANCE = 1e-4
-# Composition of a batch, chunking and cached prefixes must not matter: the issue allows 1e-5.
-INVARIANCE = 1e-5
+# Composition of a batch, chunking and cached prefixes must not matter: the issue allows 1e-5, the C++ kernels promise
+# equal bits.
+INVARIANCE = 0.0 if ops.have_native() else 1e-5
 
 
 def preemptions(llm: Any) -> int:
@@ -49,7 +51,7 @@ class TestLargePages:
         warm = generate(llm, prompts)
         assert [o.num_cached_tokens for o in cold] == [0] * len(prompts)
         assert [o.num_cached_tokens for o in warm] == [0, 0, 0, 32, 96, 0, 32, 128]
-        assert largest_change(cold, warm) < INVARIANCE
+        assert largest_change(cold, warm) <= INVARIANCE
         longer = [[*prompt, 7, 8, 9] for prompt in prompts]
         outputs = generate(llm, longer)
         assert sum(o.num_cached_tokens for o in outputs) == 32 + 96 + 32 + 128
@@ -61,7 +63,7 @@ class TestLargePages:
         together = generate(llm, prompts, max_tokens=32)
         llm.reset_prefix_cache()
         alone = [generate(llm, [prompt], max_tokens=32)[0] for prompt in prompts]
-        assert largest_change(together, alone) < INVARIANCE
+        assert largest_change(together, alone) <= INVARIANCE
 
     def test_allowed_token_ids_work_with_a_padded_vocabulary(self, llm: Any) -> None:
         [output] = generate(llm, random_prompts((9,)), allowed_token_ids=[3, 4, 499])
@@ -86,7 +88,7 @@ def test_chunked_prefill_and_preemption(tiny_checkpoint: Path, tiny_oracle: Any)
         outputs = generate(llm, prompts, max_tokens=100)
         assert preemptions(llm) > 0
     assert max(differences(tiny_oracle, prompts, outputs)) < TOLERANCE
-    assert largest_change(reference, outputs) < INVARIANCE
+    assert largest_change(reference, outputs) <= INVARIANCE
 
 
 @pytest.mark.parametrize("block_size", [16, 128])

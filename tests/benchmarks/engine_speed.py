@@ -1,0 +1,122 @@
+"""Tokens per second of the tiny Inkling 2 against vLLM's own Qwen3-MoE of the same size, on one CPU thread.
+
+    python -m tests.benchmarks.engine_speed [--repeats 3] [--model DIR] [--reference-kernels]
+
+Every (model, dtype) pair is a process of its own, so that neither inherits the other's warm caches; within it the first
+pass warms up and the best of the repeats counts. Prints one JSON line per pair and the ratio of the faster dtypes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+NUM_REQUESTS, PROMPT_LENGTH, NEW_TOKENS = 64, 40, 64
+ENVIRONMENT = {
+    "OMP_NUM_THREADS": "1",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "TORCH_COMPILE_DISABLE": "1",
+    "VLLM_LOGGING_LEVEL": "ERROR",
+}
+
+
+def write_qwen3_moe(path: Path) -> Path:
+    """Random Qwen3-MoE with the tiny Inkling 2's hidden size, layers, experts and vocabulary."""
+    import torch
+    from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
+
+    torch.manual_seed(0)
+    config = Qwen3MoeConfig(
+        vocab_size=512,
+        hidden_size=128,
+        num_hidden_layers=6,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        head_dim=32,
+        num_experts=16,
+        num_experts_per_tok=4,
+        moe_intermediate_size=64,
+        intermediate_size=128,
+        max_position_embeddings=4096,
+        tie_word_embeddings=False,
+    )
+    Qwen3MoeForCausalLM(config).save_pretrained(path)
+    return path
+
+
+def measure(path: str, dtype: str, repeats: int) -> float:
+    """Tokens per second of the best repeat."""
+    import torch
+    from vllm import LLM, SamplingParams
+
+    torch.set_num_threads(1)
+    llm = LLM(
+        path,
+        dtype=dtype,
+        skip_tokenizer_init=True,
+        max_model_len=256,
+        kv_cache_memory_bytes=1 << 28,
+        enforce_eager=True,
+        max_num_seqs=NUM_REQUESTS,
+        enable_prefix_caching=False,
+    )
+    generator = torch.Generator().manual_seed(0)
+    prompts = [torch.randint(0, 490, (PROMPT_LENGTH,), generator=generator).tolist() for _ in range(NUM_REQUESTS)]
+    params = SamplingParams(max_tokens=NEW_TOKENS, temperature=1.0, logprobs=0, ignore_eos=True, detokenize=False)
+    best = 0.0
+    for repeat in range(repeats + 1):
+        start = time.perf_counter()
+        outputs = llm.generate([{"prompt_token_ids": prompt} for prompt in prompts], params, use_tqdm=False)
+        rate = sum(len(output.outputs[0].token_ids) for output in outputs) / (time.perf_counter() - start)
+        best = max(best, rate if repeat else 0.0)
+    return best
+
+
+def run_all(model: str | None, repeats: int, environment: dict[str, str]) -> dict[str, dict[str, float]]:
+    """Tokens per second by model and dtype, each in its own process, the two models alternating."""
+    rates: dict[str, dict[str, float]] = {"inkling2": {}, "qwen3_moe": {}}
+    with tempfile.TemporaryDirectory() as root:
+        from inkling_rl.checkpoint.tiny import write_tiny
+
+        paths = {
+            "inkling2": model or str(write_tiny(Path(root) / "inkling2", seed=0)),
+            "qwen3_moe": str(write_qwen3_moe(Path(root) / "qwen3_moe")),
+        }
+        for dtype in ("float32", "bfloat16"):
+            for name, path in paths.items():
+                command = [sys.executable, "-m", "tests.benchmarks.engine_speed", "--one", path, dtype, str(repeats)]
+                output = subprocess.run(command, env=os.environ | environment, stdout=subprocess.PIPE, check=True)
+                rates[name][dtype] = json.loads(output.stdout.splitlines()[-1])["tokens_per_s"]
+                print(
+                    json.dumps({"model": name, "dtype": dtype, "tokens_per_s": round(rates[name][dtype])}), flush=True
+                )
+    return rates
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=3)
+    parser.add_argument("--model", help="an Inkling 2 checkpoint; a random tiny one unless given")
+    parser.add_argument("--reference-kernels", action="store_true", help="torch instead of the C++ kernels")
+    parser.add_argument("--one", nargs=3, metavar=("PATH", "DTYPE", "REPEATS"), help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.one:
+        path, dtype, repeats = arguments.one
+        print(json.dumps({"tokens_per_s": measure(path, dtype, int(repeats))}))
+        return
+    environment = ENVIRONMENT | ({"INKLING_RL_KERNELS": "torch"} if arguments.reference_kernels else {})
+    rates = run_all(arguments.model, arguments.repeats, environment)
+    best: dict[str, Any] = {name: max(by_dtype.values()) for name, by_dtype in rates.items()}
+    print(json.dumps(best | {"ratio": round(best["inkling2"] / best["qwen3_moe"], 3)}))
+
+
+if __name__ == "__main__":
+    main()
