@@ -17,9 +17,8 @@ Row = Mapping[int, float]
 
 @dataclass(frozen=True, slots=True)
 class Spread:
-    """|difference| of log-probabilities over `num_positions` positions. NaN where a value was not finite."""
+    """|difference| of log-probabilities, over `num_values` of them. NaN where a value was not finite."""
 
-    num_positions: int
     num_values: int
     mean: float
     p99: float
@@ -31,8 +30,14 @@ class Agreement:
     """What `Differences` has counted."""
 
     prompt: Spread
+    """The real token at every prompt position but the first."""
+
     generated: Spread
-    overall: Spread
+    """The real token at every generated position."""
+
+    likeliest: Spread
+    """All tokens of all rows, unlikely ones too, whose log-probabilities are the noisiest."""
+
     argmax_agreement: float
     """Share of positions whose likeliest token is the same."""
 
@@ -48,8 +53,9 @@ class Agreement:
 class Differences:
     """Differences between rows of an engine and a reference, sequence by sequence."""
 
-    prompt: list[list[float]] = field(default_factory=list)
-    generated: list[list[float]] = field(default_factory=list)
+    prompt: list[float] = field(default_factory=list)
+    generated: list[float] = field(default_factory=list)
+    likeliest: list[float] = field(default_factory=list)
     disagreements: int = 0
     near_ties: int = 0
     greedy_hits: int = 0
@@ -58,7 +64,7 @@ class Differences:
         """Count one sequence.
 
         Args:
-            rows: token -> log-probability for positions 1..T-1.
+            rows: token -> log-probability for positions 1..T-1; each holds the real token.
             expected_TV: float32 [num_tokens, vocabulary] of the reference; its last row is not used.
             token_ids: the sequence; the first `num_prompt` are its prompt.
         """
@@ -67,8 +73,9 @@ class Differences:
         for position, row in enumerate(rows):
             is_prompt = position + 1 < num_prompt
             reference = expected_TV[position]
-            differences = [abs(value - float(reference[token])) for token, value in row.items()]
-            (self.prompt if is_prompt else self.generated).append(differences)
+            differences = {token: abs(value - float(reference[token])) for token, value in row.items()}
+            (self.prompt if is_prompt else self.generated).append(differences[token_ids[position + 1]])
+            self.likeliest += differences.values()
             ours, theirs = max(row, key=lambda token: row[token]), likeliest_T[position]
             if ours != theirs:
                 self.disagreements += 1
@@ -80,7 +87,7 @@ class Differences:
         return Agreement(
             prompt=spread(self.prompt),
             generated=spread(self.generated),
-            overall=spread(self.prompt + self.generated),
+            likeliest=spread(self.likeliest),
             argmax_agreement=1 - self.disagreements / max(1, num_positions),
             argmax_disagreements=self.disagreements,
             near_ties=self.near_ties,
@@ -131,12 +138,11 @@ class Change:
         )
 
 
-def spread(positions: Sequence[Sequence[float]]) -> Spread:
-    """Mean, 99th percentile and maximum of all values."""
-    values = torch.tensor([value for row in positions for value in row], dtype=torch.float64)
-    if not len(values):
-        return Spread(0, 0, 0.0, 0.0, 0.0)
-    # sort, not quantile: that one refuses more than 16 million values. NaN sorts last, so it shows in p99 and max.
-    ordered = values.sort().values
+def spread(differences: Sequence[float]) -> Spread:
+    """Mean, 99th percentile and maximum."""
+    if not differences:
+        return Spread(0, 0.0, 0.0, 0.0)
+    # sort, not quantile: that one refuses more than 16 million values. NaN sorts last, so it shows in the maximum.
+    ordered = torch.tensor(differences, dtype=torch.float64).sort().values
     p99 = ordered[min(len(ordered) - 1, int(0.99 * len(ordered)))]
-    return Spread(len(positions), len(values), float(values.mean()), float(p99), float(ordered[-1]))
+    return Spread(len(ordered), float(ordered.mean()), float(p99), float(ordered[-1]))
