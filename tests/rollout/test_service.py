@@ -1,4 +1,4 @@
-"""The service as a user starts it: one real server on a tiny checkpoint, and every way in which it must not start."""
+"""The service as a user starts it: one real server on the shipped base, and every way in which it must not start."""
 
 from __future__ import annotations
 
@@ -19,14 +19,16 @@ import pytest
 import torch
 from transformers import AutoTokenizer
 
-from inkling_rl.chat import Renderer
-from inkling_rl.checkpoint.reader import Checkpoint
+from inkling_rl.arithmetic import rows
+from inkling_rl.chat import MESSAGE_MODEL, Renderer
+from inkling_rl.checkpoint.reader import Checkpoint, resolve
 from inkling_rl.checkpoint.tiny import write_tiny
 from lora.base import fingerprint
 from lora.files import write_adapter
 from lora.schema import plan, tensor_shapes
-from rollout.service import HINTS, ServiceError, free_port, root_cause, service_arguments
+from rollout.service import CHAT_ARGUMENTS, HINTS, ServiceError, free_port, main, root_cause, service_arguments
 
+MODEL = "tiny-arithmetic"
 TARGETS = ("q", "v", "r", "gate", "o")
 
 
@@ -98,17 +100,17 @@ def processes_of(pid: int) -> list[int]:
 @pytest.fixture(scope="module")
 def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
     folder = tmp_path_factory.mktemp("service")
-    base = write_tiny(folder / "tiny", seed=0)
+    base = resolve("builtin:tiny-arithmetic")
     static = random_adapter(folder / "static", base, seed=1)
     settings = {"dtype": "float32", "max_model_len": 512, "kv_cache_memory_bytes": 1 << 27}
     process = start(
-        str(base), "--port", "0", "--adapter", f"static={static}", "--vllm-args", json.dumps(settings),
+        "builtin:tiny-arithmetic", "--port", "0", "--adapter", f"static={static}", "--vllm-args", json.dumps(settings),
         "--log", str(folder / "log"),
     )  # fmt: skip
     assert process.stderr
     lines = [process.stderr.readline(), process.stderr.readline()]
     assert "starting the engine" in lines[0]
-    assert "serving tiny, static at http://127.0.0.1:" in lines[1], lines[1] + (folder / "log").read_text()[-4000:]
+    assert f"serving {MODEL}, static at http://127.0.0.1:" in lines[1], lines[1] + (folder / "log").read_text()[-4000:]
     url = lines[1].split(" at ")[1].split("/v1")[0]
     yield Service(process, url, base, folder)
     process.send_signal(signal.SIGINT)
@@ -117,8 +119,8 @@ def service(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Service]:
 
 def test_completions_return_token_ids_and_logprobs(service: Service) -> None:
     status, body = service.post(
-        "/v1/completions", model="tiny", prompt=[72, 101, 108], max_tokens=6, temperature=0, logprobs=2,
-        return_token_ids=True,
+        "/v1/completions", model=MODEL, prompt=[72, 101, 108], max_tokens=6, temperature=0, logprobs=2,
+        return_token_ids=True, ignore_eos=True,
     )  # fmt: skip
     choice = body["choices"][0]
     assert status == 200 and choice["prompt_token_ids"] == [72, 101, 108]
@@ -131,7 +133,7 @@ def test_chat_is_rendered_as_our_renderer_does(service: Service, effort: str | N
     messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "347+586"}]
     tools = [{"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}]
     status, body = service.post(
-        "/v1/chat/completions", model="tiny", messages=messages, tools=tools, max_tokens=4, return_token_ids=True,
+        "/v1/chat/completions", model=MODEL, messages=messages, tools=tools, max_tokens=4, return_token_ids=True,
         **({"reasoning_effort": effort} if effort else {}),
     )  # fmt: skip
     renderer = Renderer(AutoTokenizer.from_pretrained(service.base))
@@ -139,11 +141,47 @@ def test_chat_is_rendered_as_our_renderer_does(service: Service, effort: str | N
     assert body["prompt_token_ids"] == renderer.render(messages, tools=tools, effort=effort or "high")
 
 
+def test_thinking_and_answer_come_apart(service: Service) -> None:
+    # The shipped base shows its working in a thinking block and then answers with a number.
+    problem = rows("heldout", 1)[0]["prompt"]
+    _, body = service.post(
+        "/v1/chat/completions", model=MODEL, messages=[{"role": "user", "content": problem}], max_tokens=64,
+        temperature=0, reasoning_effort="low",
+    )  # fmt: skip
+    choice = body["choices"][0]
+    assert choice["finish_reason"] == "stop" and choice["message"]["content"].isdigit()
+    assert "=" in choice["message"]["reasoning"] and not choice["message"].get("tool_calls")
+
+
+def test_tool_calls_of_the_format_are_parsed() -> None:
+    from vllm.entrypoints.openai.chat_completion.protocol import ChatCompletionRequest
+    from vllm.parser import ParserManager
+
+    tokenizer = AutoTokenizer.from_pretrained(resolve("builtin:tiny-arithmetic"))
+    tool = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
+    request = ChatCompletionRequest(model=MODEL, messages=[{"role": "user", "content": "?"}], tools=[tool])
+    names = {"tool_parser_name": CHAT_ARGUMENTS["tool_call_parser"], "reasoning_parser_name": "inkling"}
+    parser = ParserManager.get_parser(**names, enable_auto_tools=True, model_name=MODEL)(tokenizer, request.tools)
+    call = [{"id": "1", "function": {"name": "add", "arguments": {"a": 1}}}]
+    turn = {"role": "assistant", "reasoning": "hm", "content": "so:", "tool_calls": call}
+    renderer = Renderer(tokenizer)
+    ids = renderer.render([turn], effort=0.2, add_generation_prompt=False)
+    ids = ids[ids.index(renderer.special(MESSAGE_MODEL)) + 1 :]
+    reasoning, content, calls = parser.parse(
+        tokenizer.decode(ids), request, enable_auto_tools=True, model_output_token_ids=ids
+    )
+    assert (reasoning, content, [(c.name, json.loads(c.arguments)) for c in calls]) == (
+        "hm",
+        "so:",
+        [("add", {"a": 1})],
+    )
+
+
 def test_the_end_of_a_turn_ends_the_completion(service: Service) -> None:
     stop = Renderer(AutoTokenizer.from_pretrained(service.base)).stop_token_ids[0]
     messages = [{"role": "user", "content": "hi"}]
     _, body = service.post(
-        "/v1/chat/completions", model="tiny", messages=messages, max_tokens=8, return_token_ids=True,
+        "/v1/chat/completions", model=MODEL, messages=messages, max_tokens=8, return_token_ids=True,
         logit_bias={str(stop): 100},
     )  # fmt: skip
     choice = body["choices"][0]
@@ -151,13 +189,13 @@ def test_the_end_of_a_turn_ends_the_completion(service: Service) -> None:
 
 
 def test_adapters_are_served_under_their_names(service: Service) -> None:
-    base, static = service.logprobs("tiny"), service.logprobs("static")
+    base, static = service.logprobs(MODEL), service.logprobs("static")
     path = random_adapter(service.folder / "late", service.base, seed=2)
     assert service.post("/v1/load_lora_adapter", lora_name="late", lora_path=str(path))[0] == 200
     late = service.logprobs("late")
     assert max(abs(a - b) for a, b in zip(base, static, strict=True)) > 0.05
     assert max(abs(a - b) for a, b in zip(static, late, strict=True)) > 0.05
-    assert service.logprobs("tiny") == pytest.approx(base, abs=1e-5)
+    assert service.logprobs(MODEL) == pytest.approx(base, abs=1e-5)
     assert service.logprobs("static") == pytest.approx(static, abs=1e-5)
     assert service.post("/v1/unload_lora_adapter", lora_name="late")[0] == 200
     status, body = service.post("/v1/completions", model="late", prompt=[1], max_tokens=1)
@@ -203,7 +241,7 @@ def test_a_cache_that_holds_no_request_is_one_clear_error(tmp_path: Path) -> Non
     assert "Traceback" not in text and processes_of(process.pid) == []
 
 
-def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path) -> None:
+def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path, capsys: Any) -> None:
     base = write_tiny(tmp_path / "tiny", seed=0)
     (tmp_path / "empty").mkdir()
     with socket.socket() as taken:
@@ -220,10 +258,9 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path)
                 "rollout.kv_cache_gib must be below",
             ),
         ):
-            process = start(*arguments)
-            _, text = process.communicate(timeout=60)
-            assert process.returncode == 2 and text.startswith("error: ") and message in text, text
-            assert len(text.splitlines()) == 1
+            assert main(arguments) == 2
+            text = capsys.readouterr().err
+            assert text.startswith("error: ") and message in text and len(text.splitlines()) == 1
         with pytest.raises(ServiceError, match="Take another one"):
             free_port("127.0.0.1", int(port))
     assert free_port("127.0.0.1", 0) > 0
