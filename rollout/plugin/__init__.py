@@ -3,6 +3,6 @@
 
 def register() -> None:
     """Called by vLLM in each of its processes; idempotent and light."""
-    from rollout.plugin.register import apply
+    from rollout.plugin.registration import apply
 
     apply()

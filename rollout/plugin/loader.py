@@ -10,18 +10,37 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Iterator
+from pathlib import Path
 
 import torch
 from torch import nn
 from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 
 from inkling_rl.checkpoint.layout import TEXT_PREFIX, CheckpointError, hf_name
+from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.formats.mixed import companions, deinterleave, dequantize_matrix, stored_format
 
 SKIPPED_PREFIXES = ("model.visual.", "model.vision_tower.", "model.dspark.")
 _EXPERT = re.compile(
     r"(?P<prefix>model\.llm\.layers\.\d+\.mlp\.experts)\.(?P<matrix>w13_weight|w2_weight)(?P<rest>\w*)"
 )
+
+
+def check_source(path: str, load_format: str) -> None:
+    """Compare a release checkpoint's files with what its configuration asks for, before anything is read.
+
+    Names and shapes alone are checked again while loading; here the dtypes, the format tags of hf_quant_config.json and
+    the scale denominators are, and the message can name the file. Other sources (transformers' names, dummy weights,
+    a hub name) are left to `load`.
+
+    Raises:
+        CheckpointError: the first difference.
+    """
+    if load_format not in ("auto", "hf", "safetensors") or not Path(path, "config.json").is_file():
+        return
+    checkpoint = Checkpoint.open(path)
+    if any(name.startswith(TEXT_PREFIX) for name in checkpoint.shards):
+        checkpoint.check()
 
 
 def load(model: nn.Module, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:

@@ -26,7 +26,7 @@ from rollout.plugin.conv_state import ConvStream, ShortConvolution
 from rollout.plugin.experts import SparseMoe
 from rollout.plugin.linear import Weight
 from rollout.plugin.paging import CachePlan, PagedMetadata
-from rollout.plugin.register import check_active
+from rollout.plugin.registration import check_active
 from rollout.plugin.shape import ModelShape, check_engine
 
 
@@ -131,6 +131,7 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
         super().__init__()
         check_active()
         check_engine(vllm_config)
+        loader.check_source(vllm_config.model_config.model, vllm_config.load_config.load_format)
         self.config = vllm_config.model_config.hf_text_config
         self.shape = ModelShape.from_config(self.config)
         self.model = TextModel(self.shape, vllm_config, f"{prefix}.model".lstrip("."))

@@ -97,6 +97,9 @@ class ModelShape:
                 f"a multiple of the {shape.num_kv_heads} key/value heads",
                 shape.num_heads,
             )
+        # The kernels run over whole vectors of channels.
+        for name in ("d_rel", "moe_intermediate_size"):
+            _require(name, getattr(config, name) % 16 == 0, "a multiple of 16", getattr(config, name))
         kinds = set(config.layer_types)
         _require("layer_types", kinds <= {"hybrid", "hybrid_sliding"}, "hybrid or hybrid_sliding", sorted(kinds))
         return cls(
@@ -131,12 +134,7 @@ def check_engine(vllm_config: Any) -> None:
     """
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     _require("dtype", model.dtype in SUPPORTED_DTYPES, "float32 or bfloat16", model.dtype)
-    _require(
-        "kv_cache_dtype",
-        cache.cache_dtype in ("auto", "bfloat16", "float32"),
-        "auto, the model's own",
-        cache.cache_dtype,
-    )
+    _require("kv_cache_dtype", cache.cache_dtype in ("auto", "bfloat16"), "auto or bfloat16", cache.cache_dtype)
     block = cache.block_size
     _require("block_size", block >= 16 and block & (block - 1) == 0, "a power of two of 16 or more", block)
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
