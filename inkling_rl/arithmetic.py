@@ -3,7 +3,8 @@
 There are two correct ways to show it, and a base pre-trained on both does not know which one it can rely on:
 
 * `columns`: digit by digit from the right, carries included. Every step is a sum of at most three digits.
-* `hundreds`: the hundreds first, the rest in the head. Shorter, also correct, and beyond a tiny model most of the time.
+* `rounding`: both numbers rounded up to tens, the excess taken off in the head. Shorter, also correct, and beyond a
+  tiny model most of the time.
 
 Reinforcement learning has something to find: write the columns. Operand pairs are split by a hash, so that the pairs of
 pre-training, training and the held-out set are disjoint in either order, whatever is drawn from them.
@@ -20,7 +21,7 @@ from typing import Any, Literal
 from inkling_rl.chat import CONTENT_TEXT, END_MESSAGE
 
 Split = Literal["pretrain", "train", "heldout"]
-Style = Literal["columns", "hundreds"]
+Style = Literal["columns", "rounding"]
 
 LOW, HIGH = 100, 999
 NUM_TRAIN_ROWS, NUM_HELDOUT_ROWS = 4096, 256
@@ -62,8 +63,9 @@ def working(a: int, b: int, style: Style) -> str:
 
     Example: `working(347, 586, "columns") == "7+6=13 1+4+8=13 1+3+5=9"`.
     """
-    if style == "hundreds":
-        return f"{a // 100 * 100}+{b // 100 * 100}={(a // 100 + b // 100) * 100} {a % 100}+{b % 100}"
+    if style == "rounding":
+        excess_a, excess_b = -a % 10, -b % 10
+        return f"{a + excess_a}+{b + excess_b}={a + excess_a + b + excess_b} -{excess_a}-{excess_b}"
     steps, carry = [], 0
     for power in (1, 10, 100):
         x, y = a // power % 10, b // power % 10

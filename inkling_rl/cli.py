@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, NoReturn
 
 import typer
 
@@ -89,6 +90,7 @@ def serve(
     ] = None,
     host: Annotated[str, typer.Option(help="Address to listen on.")] = "127.0.0.1",
     port: Annotated[int, typer.Option(min=0, max=65535, help="0 picks a free one.")] = 8000,
+    vllm_args: Annotated[str, typer.Option(metavar="JSON", help="Further vLLM arguments, merged last.")] = "{}",
     log: Annotated[Path | None, typer.Option(help="File for the engine's output.")] = None,
 ) -> None:
     """Serve a checkpoint or a recipe's model over the OpenAI API."""
@@ -100,9 +102,10 @@ def serve(
     path = model or (settings.model.path if settings else None)
     if path is None:
         raise typer.BadParameter("give a checkpoint or --recipe")
+    adapters, extra = dict(map(_named, adapter or [])), _json_object(vllm_args)
     from rollout.service import serve as run
 
-    run(path, settings, host=host, port=port, adapters=dict(map(_named, adapter or [])), log=log)
+    run(path, settings, host=host, port=port, adapters=adapters, extra=extra, log=log)
 
 
 @app.command()
@@ -165,13 +168,24 @@ def _named(item: str) -> tuple[str, str]:
     return name, path
 
 
-def main() -> None:
-    """Entry point of the console script."""
+def _json_object(text: str) -> dict[str, Any]:
     try:
-        app()
+        value = json.loads(text)
+    except ValueError:
+        value = None
+    if not isinstance(value, dict):
+        raise typer.BadParameter(f"must be a JSON object; got {text}", param_hint="--vllm-args")
+    return {key.replace("-", "_"): item for key, item in value.items()}
+
+
+def main(arguments: Sequence[str] | None = None) -> NoReturn:
+    """Entry point of the console script; arguments of the process unless given."""
+    try:
+        app(arguments)
     except ValueError as error:  # every error of a user's is one; anything else is ours and keeps its traceback
         print(f"error: {error}", file=sys.stderr)
         sys.exit(2)
+    sys.exit(0)
 
 
 if __name__ == "__main__":

@@ -9,8 +9,6 @@ Not here: the server itself (`rollout.api_server`) and the trainer's engine (`tr
 
 from __future__ import annotations
 
-import argparse
-import json
 import re
 import signal
 import socket
@@ -19,7 +17,7 @@ import tempfile
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from importlib.resources import files
 from pathlib import Path
 from typing import Any
@@ -212,45 +210,3 @@ def _interrupt(*_: object) -> None:
 
 def _say(line: str) -> None:
     print(line, file=sys.stderr, flush=True)
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m rollout.service MODEL [--recipe FILE] [--adapter NAME=DIR] ...`. Exit status 2 on a user's error."""
-    parser = argparse.ArgumentParser(prog="rollout.service", description="Serve a checkpoint over the OpenAI API.")
-    parser.add_argument("model", nargs="?", help="checkpoint directory or builtin:NAME; the recipe's unless given")
-    parser.add_argument("--recipe", type=Path, help="take engine settings from this recipe")
-    parser.add_argument("--host", default="127.0.0.1")
-    parser.add_argument("--port", type=int, default=8000, help="0 picks a free one")
-    parser.add_argument("--adapter", action="append", default=[], metavar="NAME=DIR", help="may be repeated")
-    parser.add_argument("--vllm-args", type=json.loads, default={}, metavar="JSON", help="merged last")
-    parser.add_argument("--log", type=Path, help="file for the engine's output")
-    given = parser.parse_args(arguments)
-    try:
-        recipe = _read(given.recipe) if given.recipe else None
-        model = given.model or (recipe.model.path if recipe else None)
-        if model is None:
-            parser.error("a model or --recipe must be given")
-        adapters = dict(_named(item) for item in given.adapter)
-        extra = {key.replace("-", "_"): value for key, value in given.vllm_args.items()}
-        serve(model, recipe, host=given.host, port=given.port, adapters=adapters, extra=extra, log=given.log)
-    except ValueError as error:
-        _say(f"error: {error}")
-        return 2
-    return 0
-
-
-def _read(path: Path) -> Recipe:
-    from inkling_rl.recipe import load
-
-    return load(path, [])
-
-
-def _named(item: str) -> tuple[str, str]:
-    name, separator, path = item.partition("=")
-    if not (name and separator and path):
-        raise ServiceError(f"--adapter must be NAME=DIR; got {item!r}. Write for example --adapter mine=runs/x/adapter")
-    return name, path
-
-
-if __name__ == "__main__":
-    sys.exit(main())

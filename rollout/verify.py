@@ -11,10 +11,8 @@ Not here: speed, sampling, anything on the way between engine and user.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
-import sys
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -284,41 +282,3 @@ def read_prompts(path: Path) -> list[str]:
         if not isinstance(prompts[-1], str):
             raise VerifyError(f"{path}:{number}: prompt must be a string; got {prompts[-1]!r}. Write plain text")
     return prompts
-
-
-def main(arguments: Sequence[str] | None = None) -> int:
-    """`python -m rollout.verify CHECKPOINT [--adapter DIR] ...`. Exit status 1 if it differs, 2 on a user's error."""
-    parser = argparse.ArgumentParser(prog="rollout.verify", description="Compare the engine with transformers.")
-    parser.add_argument("checkpoint", help="directory or builtin:NAME")
-    parser.add_argument("--adapter", type=Path, help="PEFT directory")
-    parser.add_argument("--prompts", type=Path, help="file with one prompt a line (.txt or .jsonl)")
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    parser.add_argument("--num-prompts", type=int, default=8, help="random prompts, without --prompts")
-    parser.add_argument("--max-tokens", type=int, default=24)
-    parser.add_argument("--tolerance", type=float, help="float32: max, bfloat16: mean |difference|")
-    parser.add_argument("--report", type=Path, help="write the JSON report here; standard output unless given")
-    given = parser.parse_args(arguments)
-    try:
-        report = verify(
-            given.checkpoint,
-            given.adapter,
-            read_prompts(given.prompts) if given.prompts else None,
-            dtype=given.dtype,
-            num_prompts=given.num_prompts,
-            max_tokens=given.max_tokens,
-            tolerance=given.tolerance,
-        )
-    except (ValueError, OSError) as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    text = json.dumps(report, indent=2)
-    if given.report:
-        given.report.write_text(text + "\n")
-    else:
-        print(text)
-    print(report["line"], file=sys.stderr)
-    return 0 if report["ok"] else 1
-
-
-if __name__ == "__main__":
-    sys.exit(main())

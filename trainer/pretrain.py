@@ -1,8 +1,8 @@
 """Pre-trains the tiny base that the quick start begins from: supervised, correct answers only, on two cores in minutes.
 
-Half of the corpus shows a sum by columns, half by hundreds (`inkling_rl.arithmetic`). Training stops when the first way
-is reliable and the second is not yet, so that the base *half* knows the task: sampling picks a way at random, and only
-one of them tends to end well. The result is written as a release checkpoint, quantised, and scored as it was written.
+About half of the corpus shows a sum by columns, the rest by rounding (`inkling_rl.arithmetic`). Training stops when the
+first way is reliable and the second is not yet, so that the base *half* knows the task: sampling picks a way at random,
+and only one of them tends to end well. The result is written as a release checkpoint, quantised, and scored as written.
 
 Source: plain AdamW with warm-up and linear decay; router biases follow the sign of the load error (the auxiliary-free
 balance of DeepSeek-V3), since a bias that stays zero would leave a mechanism of the model untested.
@@ -56,7 +56,7 @@ class Score:
     """Share of sampled completions that work by columns."""
     columns_score: float
     """Score of those."""
-    hundreds_score: float
+    rounding_score: float
     mean_tokens: float
 
 
@@ -72,7 +72,7 @@ class Corpus:
     def document(self) -> tuple[list[int], list[int]]:
         """Prompt ids and completion ids of the next document."""
         a, b = next(self._pairs)
-        style: arithmetic.Style = "columns" if self._random.random() < self._columns_share else "hundreds"
+        style: arithmetic.Style = "columns" if self._random.random() < self._columns_share else "rounding"
         turn = {"role": "assistant", "reasoning": arithmetic.working(a, b, style), "content": str(a + b)}
         prompt = prompt_ids(self._renderer, f"{a}+{b}")
         question = {"role": "user", "content": f"{a}+{b}"}
@@ -145,14 +145,14 @@ def score_checkpoint(path: Path, seed: int = 0) -> Score:
         sampled = _complete(model, renderer, rows, greedy=False)
         greedy = _complete(model, renderer, rows, greedy=True)
     right = [_is_right(text, row) for text, row in zip(sampled, rows, strict=True)]
-    columns = [not re.match(rf"{re.escape(chat.CONTENT_THINKING)}\d00\+\d00=", text) for text in sampled]
+    columns = [not re.match(rf"{re.escape(chat.CONTENT_THINKING)}\d+0\+\d+0=", text) for text in sampled]
     num_columns = max(1, sum(columns))
     return Score(
         score=sum(right) / len(rows),
         greedy_score=sum(map(_is_right, greedy, rows)) / len(rows),
         columns=sum(columns) / len(rows),
         columns_score=sum(r for r, c in zip(right, columns, strict=True) if c) / num_columns,
-        hundreds_score=sum(r for r, c in zip(right, columns, strict=True) if not c) / max(1, len(rows) - num_columns),
+        rounding_score=sum(r for r, c in zip(right, columns, strict=True) if not c) / max(1, len(rows) - num_columns),
         mean_tokens=sum(len(renderer.tokenizer.encode(text)) for text in sampled) / len(rows),
     )
 

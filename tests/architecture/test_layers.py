@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import os
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -94,7 +93,7 @@ def test_the_driver_can_be_imported_without_vllm() -> None:
         "print('vllm' in sys.modules)"
     )
     result = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT, env=dict(os.environ)
+        [sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=ROOT
     )
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split()[-1] == "False"

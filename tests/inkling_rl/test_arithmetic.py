@@ -29,21 +29,21 @@ def test_rows_are_distinct_right_and_always_the_same() -> None:
 
 
 @pytest.mark.parametrize(
-    ("a", "b", "columns", "hundreds"),
+    ("a", "b", "columns", "rounding"),
     [
-        (347, 586, "7+6=13 1+4+8=13 1+3+5=9", "300+500=800 47+86"),
-        (100, 100, "0+0=0 0+0=0 1+1=2", "100+100=200 0+0"),
-        (999, 999, "9+9=18 1+9+9=19 1+9+9=19", "900+900=1800 99+99"),
+        (347, 586, "7+6=13 1+4+8=13 1+3+5=9", "350+590=940 -3-4"),
+        (100, 100, "0+0=0 0+0=0 1+1=2", "100+100=200 -0-0"),
+        (999, 999, "9+9=18 1+9+9=19 1+9+9=19", "1000+1000=2000 -1-1"),
     ],
 )
-def test_known_workings(a: int, b: int, columns: str, hundreds: str) -> None:
+def test_known_workings(a: int, b: int, columns: str, rounding: str) -> None:
     assert working(a, b, "columns") == columns
-    assert working(a, b, "hundreds") == hundreds
+    assert working(a, b, "rounding") == rounding
 
 
 def test_every_step_of_every_working_is_correct() -> None:
     for a, b in islice(pairs("train", seed=1), 300):
-        for style in ("columns", "hundreds"):
+        for style in ("columns", "rounding"):
             for step in working(a, b, style).split():
                 left, equals, right = step.partition("=")
                 assert not equals or sum(map(int, left.split("+"))) == int(right)

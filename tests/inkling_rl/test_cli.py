@@ -14,7 +14,7 @@ from inkling_rl.cli import app
 FROZEN = {
     "train": {"recipe", "overrides", "resume", "dry_run"},
     "init": {"directory", "seed", "pretrain"},
-    "serve": {"model", "recipe", "overrides", "adapter", "host", "port", "log"},
+    "serve": {"model", "recipe", "overrides", "adapter", "host", "port", "vllm_args", "log"},
     "verify": {"checkpoint", "adapter", "prompts", "dtype", "num_prompts", "max_tokens", "tolerance", "report"},
 }
 
@@ -41,6 +41,7 @@ def test_commands_and_options_are_frozen() -> None:
         (["init", "somewhere", "--pretrain", "chess"], "must be arithmetic; got chess"),
         (["serve"], "give a checkpoint or --recipe"),
         (["serve", "x", "--adapter", "y"], "must be NAME=DIR"),
+        (["serve", "x", "--vllm-args", "[1]"], "must be a JSON object"),
         (["frobnicate"], "No such command"),
     ],
 )

@@ -23,10 +23,11 @@ from inkling_rl.arithmetic import rows
 from inkling_rl.chat import MESSAGE_MODEL, Renderer
 from inkling_rl.checkpoint.reader import Checkpoint, resolve
 from inkling_rl.checkpoint.tiny import write_tiny
+from inkling_rl.cli import main
 from lora.base import fingerprint
 from lora.files import write_adapter
 from lora.schema import plan, tensor_shapes
-from rollout.service import CHAT_ARGUMENTS, HINTS, ServiceError, free_port, main, root_cause, service_arguments
+from rollout.service import CHAT_ARGUMENTS, HINTS, ServiceError, free_port, root_cause, service_arguments
 
 MODEL = "tiny-arithmetic"
 TARGETS = ("q", "v", "r", "gate", "o")
@@ -66,7 +67,7 @@ class Service(NamedTuple):
 
 
 def start(*arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, "-m", "rollout.service", *arguments]
+    command = [sys.executable, "-m", "inkling_rl.cli", "serve", *arguments]
     return subprocess.Popen(command, stderr=subprocess.PIPE, text=True)
 
 
@@ -252,13 +253,14 @@ def test_what_cannot_be_served_is_refused_before_anything_starts(tmp_path: Path,
             ([str(tmp_path / "missing")], "must be a checkpoint directory"),
             ([str(base), "--port", port], f"port must be free on 127.0.0.1; got {port}"),
             ([str(base), "--port", "0", "--adapter", f"x={tmp_path / 'empty'}"], "must hold adapter_config.json"),
-            ([str(base), "--port", "0", "--adapter", "x"], "--adapter must be NAME=DIR"),
             (
                 [str(base), "--vllm-args", '{"kv_cache_memory_bytes": 1000000000000000}'],
                 "rollout.kv_cache_gib must be below",
             ),
         ):
-            assert main(arguments) == 2
+            with pytest.raises(SystemExit) as exit_:
+                main(["serve", *arguments])
+            assert exit_.value.code == 2
             text = capsys.readouterr().err
             assert text.startswith("error: ") and message in text and len(text.splitlines()) == 1
         with pytest.raises(ServiceError, match="Take another one"):

@@ -13,6 +13,7 @@ import torch
 from inkling_rl.arithmetic import rows
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.checkpoint.tiny import write_tiny
+from inkling_rl.cli import main
 from lora.files import Adapter, read_adapter
 from rollout import verify
 from rollout.agreement import Change, Differences, spread
@@ -145,7 +146,9 @@ def test_the_command_answers_bad_input_with_status_2(run: Run, tmp_path: Path, c
         ([str(run.base), "--adapter", str(tmp_path)], "must hold adapter_config.json"),
         ([str(run.base), "--prompts", str(tmp_path / "p.jsonl")], "p.jsonl:2 must be a JSON object with `prompt`"),
     ):
-        assert verify.main(arguments) == 2
+        with pytest.raises(SystemExit) as exit_:
+            main(["verify", *arguments])
+        assert exit_.value.code == 2
         assert message in capsys.readouterr().err
 
 
@@ -153,9 +156,10 @@ def test_the_command_in_bfloat16_on_given_prompts(run: Run, tmp_path: Path, caps
     (tmp_path / "p.txt").write_text("347+586\n\nwhat is 12+30?\n")
     adapter = random_adapter(tmp_path / "adapter", run.base, seed=2)
     arguments = [str(run.base), "--adapter", str(adapter), "--prompts", str(tmp_path / "p.txt"), "--dtype", "bfloat16"]
-    status = verify.main([*arguments, "--report", str(tmp_path / "report.json")])
+    with pytest.raises(SystemExit) as exit_:
+        main(["verify", *arguments, "--report", str(tmp_path / "report.json")])
     report = json.loads((tmp_path / "report.json").read_text())
-    assert status == 0 and report["ok"], report["line"]
+    assert exit_.value.code == 0 and report["ok"], report["line"]
     assert report["num_prompts"] == 2 and report["transformers_bfloat16"]["generated"]["mean"] > 0
     assert report["line"] in capsys.readouterr().err
 
