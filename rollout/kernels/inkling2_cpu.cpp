@@ -257,6 +257,12 @@ void short_conv(const float* x, S* state, const Batch& b, const float* weight, c
   std::vector<float> copy(exact ? 0 : T * C), zeros(C, 0.0f);
   if (!exact) for (int64_t i = 0; i < T * C; ++i) copy[i] = rounded(x[i], state);
   const float* now = exact ? x : copy.data();
+  // Before any read: a request may have been given pages of a common prefix that another one fills in this very step.
+  for (int64_t t = 0; t < T; ++t) {
+    if (b.slots[t] < 0) continue;
+    S* slot = state + b.slots[t] / b.tokens_per_block * block_stride + b.slots[t] % b.tokens_per_block * token_stride;
+    for (int64_t c = 0; c < C; ++c) put(slot + c, now[t * C + c]);
+  }
   const float* taps[TAPS];  // by distance; static weights have the current token last
   for (int j = 0; j < TAPS; ++j) taps[j] = weight + (dynamic ? j : TAPS - 1 - j) * C;
   const float scale = 1.0f / std::sqrt((float)((dynamic ? 2 : 1) * TAPS + 1));
@@ -281,12 +287,6 @@ void short_conv(const float* x, S* state, const Batch& b, const float* weight, c
       conv_row(out + t * C, source, taps, dynamic ? dynamic + t * heads * TAPS : nullptr,
                residual ? residual + t * C : nullptr, C, heads ? C / heads : C, scale);
     }
-  }
-  // After every read. The slots of this step are never among those that it reads; this keeps it obvious.
-  for (int64_t t = 0; t < T; ++t) {
-    if (b.slots[t] < 0) continue;
-    S* slot = state + b.slots[t] / b.tokens_per_block * block_stride + b.slots[t] % b.tokens_per_block * token_stride;
-    for (int64_t c = 0; c < C; ++c) put(slot + c, now[t * C + c]);
   }
 }
 

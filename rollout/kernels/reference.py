@@ -78,13 +78,17 @@ def short_conv(
     """Causal depthwise convolution over a paged window, its inner residual and output scale, float32 [T, C].
 
     Static taps: `weight` [C, 1, L], last tap the current token, scale 1/sqrt(L + 1). Dynamic taps: `weight` [L, C] plus
-    per-token, per-head taps `dynamic` [T, K, L], first tap the current token, scale 1/sqrt(2 L + 1). Inputs are stored
-    in `state` at the batch's slots; earlier positions come from the step itself or from `state`; positions before the
-    request are zero. `residual` is added to the result.
+    per-token, per-head taps `dynamic` [T, K, L], first tap the current token, scale 1/sqrt(2 L + 1). Inputs are first
+    stored in `state` at the batch's slots; a request's earlier positions come from its own rows or from `state`;
+    positions before the request are zero. `residual` is added to the result.
     """
     taps_LC = weight.float() if dynamic_TKL is not None else weight[:, 0].flip(1).t().float()
     num_taps = taps_LC.shape[0]
     x_TC = x_TC.to(state_BNC.dtype)
+    # Before any read: a request may have been given pages of a common prefix that another one fills in this very step.
+    stored = batch.slots >= 0
+    slots = batch.slots[stored]
+    state_BNC[slots // state_BNC.shape[1], slots % state_BNC.shape[1]] = x_TC[: batch.slots.shape[0]][stored]
     out_TC = torch.zeros_like(x_TC, dtype=torch.float32)
     for request in batch.requests():
         positions = torch.arange(max(request.start - num_taps + 1, 0), request.start, device=x_TC.device)
@@ -100,9 +104,6 @@ def short_conv(
         out_TC[request.first : request.last] = (windows_TCL * taps_TCL).sum(-1)
     scale = 1.0 / math.sqrt((2 if dynamic_TKL is not None else 1) * num_taps + 1)
     out_TC = (out_TC + x_TC.float()) * scale
-    stored = batch.slots >= 0
-    slots = batch.slots[stored]
-    state_BNC[slots // state_BNC.shape[1], slots % state_BNC.shape[1]] = x_TC[: batch.slots.shape[0]][stored]
     return out_TC if residual_TC is None else residual_TC.float() + out_TC
 
 

@@ -17,6 +17,7 @@ from vllm.config import VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
+from vllm.platforms import current_platform
 
 from rollout.kernels import ops
 from rollout.plugin import loader
@@ -132,6 +133,8 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
         check_active()
         check_engine(vllm_config)
         loader.check_source(vllm_config.model_config.model, vllm_config.load_config.load_format)
+        if current_platform.is_cpu():
+            ops.have_native()  # build now rather than in the first request
         self.config = vllm_config.model_config.hf_text_config
         self.shape = ModelShape.from_config(self.config)
         self.model = TextModel(self.shape, vllm_config, f"{prefix}.model".lstrip("."))

@@ -57,6 +57,21 @@ class TestLargePages:
         assert sum(o.num_cached_tokens for o in outputs) == 32 + 96 + 32 + 128
         assert max(differences(tiny_oracle, longer, outputs)) < TOLERANCE
 
+    def test_requests_that_share_a_prefix_in_one_step(self, llm: Any, tiny_oracle: Any) -> None:
+        """vLLM gives a request the pages of a prefix that another one fills in the same step."""
+        llm.reset_prefix_cache()
+        [shared] = random_prompts((70,), seed=11)
+        prompts = [shared[:n] + [tail] * 6 for n in (70, 64, 40, 33, 32) for tail in (3, 4)]
+        outputs = generate(llm, prompts, max_tokens=24)
+        assert sum(o.num_cached_tokens for o in outputs) > 0
+        assert max(differences(tiny_oracle, prompts, outputs)) < TOLERANCE
+        llm.reset_prefix_cache()
+        alone = []
+        for prompt in prompts:
+            llm.reset_prefix_cache()
+            alone += generate(llm, [prompt], max_tokens=24)
+        assert largest_change(outputs, alone) <= INVARIANCE
+
     def test_batch_composition_changes_nothing(self, llm: Any) -> None:
         prompts = random_prompts((5, 40, 77, 12), seed=2)
         llm.reset_prefix_cache()

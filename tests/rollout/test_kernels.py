@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -102,6 +103,17 @@ def test_short_conv(dtype: torch.dtype, tokens_per_block: int, dynamic: bool) ->
     )
     close(got, expected)
     torch.testing.assert_close(*pools, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("kernel", [native, reference])
+def test_short_conv_reads_a_shared_prefix_that_this_step_computes(kernel: Any) -> None:
+    """vLLM lets a request use another's pages in the step that fills them."""
+    batch = make_batch(((0, 9), (8, 1)), 4, 20)
+    batch.block_table[1, :2] = batch.block_table[0, :2]
+    x, weight = rand(10, 32), rand(4, 32).t()[:, None]
+    x[9] = x[8]
+    out = kernel.short_conv(x, torch.full((20, 4, 32), math.nan), batch, weight)
+    assert torch.equal(out[9], out[8])
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
