@@ -181,7 +181,7 @@ class EngineClient(RemoteInferenceClient):
                 if done:
                     break
                 if not self.is_alive():
-                    raise EngineError("the engine's process ended while a request was open")
+                    raise EngineError("the engine must answer; its server ended while a request was open")
                 # Another request's answer shows that the engine works; this one waits for its turn.
                 silent = time.monotonic() - max(started, self._last_answer)
                 if silent > self.request_timeout:
@@ -203,9 +203,7 @@ class EngineClient(RemoteInferenceClient):
             async with session.request(method, url, json=body) as response:
                 return response.status, await response.read()
         except aiohttp.ClientError as error:
-            await asyncio.sleep(0.2)  # a process that dies closes its sockets a moment before it can be reaped
-            state = "is there" if self.is_alive() else "is gone"
-            raise EngineError(f"the engine's connection broke ({error}); its process {state}") from error
+            raise EngineError(f"the connection to the engine broke: {error}") from error
 
     async def _http(self) -> aiohttp.ClientSession:
         if self._session is None or self._session.closed:

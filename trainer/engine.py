@@ -80,6 +80,12 @@ class EngineProcess:
     def is_alive(self) -> bool:
         return self.process.poll() is None
 
+    @property
+    def ended_by(self) -> str | None:
+        """Name of the signal that ended the server, if one did."""
+        status = self.process.poll()
+        return signal.Signals(-status).name if status is not None and status < 0 else None
+
     def wait_until_healthy(self, timeout: float) -> None:
         """Returns when the engine answers.
 
@@ -89,7 +95,7 @@ class EngineProcess:
         deadline = time.monotonic() + timeout
         while time.monotonic() < deadline:
             if not self.is_alive():
-                raise EngineError(f"the engine ended while starting (exit status {self.process.returncode})")
+                raise EngineError(f"the engine must start; its server ended with status {self.process.returncode}")
             if self._answers():
                 return
             time.sleep(0.25)

@@ -22,6 +22,8 @@ _PREFIX = re.compile(
     r"^(?:\x1b\[[0-9;]*m)*(?:\([^)]*\))?\s*(?:\x1b\[[0-9;]*m)*\s*(?:ERROR|INFO|WARNING) [\d-]+ [\d:]+ \[[^\]]*\] ?"
 )
 
+DEAD_CORE = "engine core exited unexpectedly"
+
 ENGINE_LOG = "engine.log"
 WORKER_LOG = "trainer.log"
 
@@ -46,12 +48,19 @@ def advice(cause: str, kv_cache_gib: float | None, max_model_len: int) -> str | 
     return None
 
 
-def explain(error: BaseException, logs: Path, kv_cache_gib: float | None = None, max_model_len: int = 0) -> str:
+def explain(
+    error: BaseException,
+    logs: Path,
+    ended_by: str | None = None,
+    kv_cache_gib: float | None = None,
+    max_model_len: int = 0,
+) -> str:
     """The message for whatever ended a run.
 
     Args:
         error: what reached the driver.
         logs: RUN/logs of this run.
+        ended_by: the signal that ended the engine's server, if one did.
         kv_cache_gib, max_model_len: of the recipe, for advice.
     """
     import ray.exceptions
@@ -64,6 +73,13 @@ def explain(error: BaseException, logs: Path, kv_cache_gib: float | None = None,
             parts.append(f"cause: {cause[:1000]}")
             if hint := advice(cause, kv_cache_gib, max_model_len):
                 parts.append(hint)
+        elif ended_by:
+            parts.append(f"cause: the engine's server was ended by {ended_by} from outside")
+        elif DEAD_CORE in log:
+            parts.append(
+                "cause: the engine's core process ended without a word: it was killed from outside, often by the "
+                "kernel when memory is short. Lower rollout.kv_cache_gib, or free memory"
+            )
         return "\n".join([*parts, *_tail(log, logs / ENGINE_LOG)])
     if isinstance(error, ray.exceptions.RayTaskError):
         inner = error.cause if isinstance(error.cause, BaseException) else error

@@ -100,7 +100,7 @@ def _partitioned(zero3: dict[str, Any] | None) -> AbstractContextManager[Any]:
         return nullcontext()
     import deepspeed
 
-    return deepspeed.zero.Init(config_dict_or_path=zero3)  # type: ignore[no-any-return]
+    return deepspeed.zero.Init(config_dict_or_path=zero3)
 
 
 @contextmanager

@@ -165,6 +165,7 @@ class Run:
             from skyrl.train.utils.utils import initialize_ray
 
             initialize_ray(cfg)
+            _raise_on_signals()
         experiment = Experiment(self.recipe, cfg, tokenizer, self.directory, self.progress)
         experiment.connect(self.engine)
         experiment.build(prompts, resumed_step, self.logs / SKYRL_LOG)
@@ -183,14 +184,18 @@ class Run:
         os.environ |= {
             "SKYRL_LOG_FILE": str(self.logs / WORKER_LOG),
             "RAY_USAGE_STATS_ENABLED": "0",
+            # Idle threads of the worker must sleep, not spin, while the engine computes on the same cores.
+            "OMP_WAIT_POLICY": "PASSIVE",
         }
         ray.init(
+            address="local",  # never somebody else's cluster
             num_cpus=workers,
             num_gpus=workers if installed_device() == "cpu" else None,
             include_dashboard=False,
             log_to_driver=False,
             configure_logging=False,
         )
+        _raise_on_signals()  # Ray has just put a handler of its own there, which aborts
 
     def _print_result(self) -> None:
         rows = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]
@@ -205,7 +210,8 @@ class Run:
 
     def explain(self, error: BaseException) -> str:
         rollout = self.recipe.rollout
-        return explain(error, self.logs, rollout.kv_cache_gib, rollout.max_model_len)
+        ended_by = self.engine.ended_by if self.engine is not None else None
+        return explain(error, self.logs, ended_by, rollout.kv_cache_gib, rollout.max_model_len)
 
     def close(self) -> None:
         """Ends everything that was started. Safe to call in any state."""
@@ -219,15 +225,23 @@ class Run:
             self.engine.end()
 
 
+SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
 def _raise(number: int, frame: Any) -> None:
     raise Interrupted(number)
+
+
+def _raise_on_signals() -> None:
+    for number in SIGNALS:
+        signal.signal(number, _raise)
 
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
     """Inside, the signals that end a program raise `Interrupted` in the main thread, wherever it is."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, _raise) for number in numbers}
+    before = {number: signal.getsignal(number) for number in SIGNALS}
+    _raise_on_signals()
     try:
         yield
     finally:
@@ -237,11 +251,10 @@ def _interrupts() -> Iterator[None]:
 
 @contextmanager
 def _uninterrupted() -> Iterator[None]:
-    """Inside, those signals wait: cleaning up takes seconds and half of it leaves processes."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.signal(number, signal.SIG_IGN) for number in numbers}
+    """Inside, those signals are ignored: cleaning up takes seconds, and half of it would leave processes."""
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
     try:
         yield
     finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        _raise_on_signals()

@@ -40,6 +40,12 @@ class PolicyWorkerCore(PolicyWorkerBase):
     def init_worker_process_group(self) -> None:
         """Joins gloo on a CPU or nccl on GPUs, and the one-dimensional mesh that SkyRL's dispatch needs."""
         on_gpu = torch.cuda.is_available()
+        if not on_gpu:
+            # Ray gives an actor one thread; engine and trainer take turns, so a worker may have its share of the cores.
+            torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._world_size))
+            # With two threads some sums are taken in any order, and a resumed run would differ in its last bits.
+            torch.use_deterministic_algorithms(True)
+            torch.utils.deterministic.fill_uninitialized_memory = False
         if not dist.is_initialized():
             dist.init_process_group(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
         self.device_mesh = dist.device_mesh.init_device_mesh(

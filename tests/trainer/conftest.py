@@ -15,10 +15,10 @@ from trainer import vendor
 Recipes = Callable[..., Recipe]
 
 
-def build_recipe(checkpoint: Path, **changes: Any) -> Recipe:
+def build_recipe(path: str | Path, /, **changes: Any) -> Recipe:
     """A recipe for the tiny model in float32; `changes` are sections, as dictionaries."""
     sections: dict[str, dict[str, Any]] = {
-        "model": {"path": str(checkpoint), "dtype": "float32"},
+        "model": {"path": str(path), "dtype": "float32"},
         "data": {"train": "arithmetic/train", "max_prompt_length": 64},
         "environment": {"name": "arithmetic"},
         "rollout": {

@@ -1,4 +1,4 @@
-"""Log-probabilities do not depend on padding, on the company in a batch, or on chunks; temperature and vocabulary count."""
+"""Log-probabilities do not depend on padding, on the other rows of a batch, or on chunks."""
 
 from __future__ import annotations
 
