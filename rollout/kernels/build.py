@@ -23,7 +23,8 @@ from pathlib import Path
 
 logger = logging.getLogger(__name__)
 
-SOURCE = Path(__file__).with_name("inkling2_cpu.cpp")
+SOURCES = Path(__file__).with_name("cpu")
+MAIN = SOURCES / "interface.cpp"
 # No contraction to fused multiply-add: the compiler would do it in one tile and not in another, see the source.
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 KERNELS_ENV = "INKLING_RL_KERNELS"
@@ -93,7 +94,8 @@ def cache_directory() -> Path:
 
 def _key(compiler: str) -> str:
     version = _run([compiler, "-dumpfullversion", "-dumpversion"])
-    parts = (SOURCE.read_text(), " ".join(FLAGS), compiler, version, platform.machine(), _cpu_features())
+    texts = "".join(path.read_text() for path in sorted(SOURCES.glob("*.*")))
+    parts = (texts, " ".join(FLAGS), compiler, version, platform.machine(), _cpu_features())
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()[:16]
 
 
@@ -110,7 +112,7 @@ def _compile(compiler: str, target: Path) -> None:
     handle, name = tempfile.mkstemp(suffix=".so", dir=target.parent)
     os.close(handle)
     try:
-        _run([compiler, *FLAGS, str(SOURCE), "-o", name])
+        _run([compiler, *FLAGS, str(MAIN), "-o", name])
         os.replace(name, target)
     finally:
         Path(name).unlink(missing_ok=True)

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import hashlib
 import math
+import os
+import subprocess
+import sys
 from collections.abc import Sequence
 from typing import Any
 
@@ -237,6 +241,34 @@ def test_expert_ties_go_to_the_lower_number() -> None:
         reference.experts(x, router, bias, gate_up, down, 4, 8.0, 4.0, 25.0),
         1e-4,
     )
+
+
+def checksums() -> list[str]:
+    """Of results that are large enough to be spread over threads."""
+    case = AttentionCase(((0, 150), (30, 40)), tokens_per_block=32)
+    gate_up, down = rand(16, 128, 128, seed=3) * 0.5, rand(16, 128, 64, seed=4) * 0.3
+    results = [
+        native.linear(rand(300, 128), rand(192, 128)),
+        case.run(native, None, (0.1, 16)),
+        native.experts(rand(300, 128), rand(16, 128, seed=1), rand(16), gate_up, down, 4, 8.0, 4.0, 25.0),
+        native.mix_norm(rand(2, 300, 128), rand(300, 128), rand(3, 128), rand(3, 128), 1e-6, 1e-6),
+    ]
+    return [hashlib.sha256(result.numpy().tobytes()).hexdigest() for result in results]
+
+
+def test_the_number_of_threads_changes_no_bit() -> None:
+    program = "from tests.rollout.test_kernels import checksums; print(*checksums())"
+    printed = [
+        subprocess.run(
+            [sys.executable, "-c", program],
+            env=os.environ | {"OMP_NUM_THREADS": threads, "OMP_WAIT_POLICY": "passive"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stdout
+        for threads in ("1", "2")
+    ]
+    assert printed[0] == printed[1] == " ".join(checksums()) + "\n"
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
