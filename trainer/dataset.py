@@ -7,6 +7,7 @@ and of the number of batches before it, so the data cursor of a checkpoint is th
 
 from __future__ import annotations
 
+import json
 import random
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -36,7 +37,7 @@ def read_rows(source: str, prompt_key: str, answer_key: str, field: str) -> list
     if source in BUILTIN:
         return arithmetic.rows(BUILTIN[source])  # type: ignore[arg-type]
     path = Path(source).expanduser()
-    if path.suffix not in (".jsonl", ".json", ".parquet") or not path.is_file():
+    if path.suffix not in (".jsonl", ".parquet") or not path.is_file():
         raise DataError(
             f"{field} must be {', '.join(BUILTIN)} or an existing .jsonl or .parquet file; got {source!r}. "
             "Check the path"
@@ -56,16 +57,33 @@ def read_rows(source: str, prompt_key: str, answer_key: str, field: str) -> list
 
 
 def _load(path: Path, field: str) -> list[dict[str, Any]]:
+    if path.suffix == ".parquet":
+        return _load_parquet(path, field)
+    rows = []
+    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except ValueError as error:
+            raise DataError(
+                f"{field} must have one JSON object a line; line {number + 1} of {path}: {error}"
+            ) from error
+        if not isinstance(row, dict):
+            raise DataError(f"{field} must have one JSON object a line; line {number + 1} of {path} is {line[:80]!r}")
+        rows.append(row)
+    return rows
+
+
+def _load_parquet(path: Path, field: str) -> list[dict[str, Any]]:
     import datasets
     from datasets.exceptions import DatasetGenerationError
 
     datasets.disable_progress_bars()
-    kind = "parquet" if path.suffix == ".parquet" else "json"
     try:
-        table = datasets.load_dataset(kind, data_files=str(path), split="train", keep_in_memory=True)
+        return [dict(row) for row in datasets.Dataset.from_parquet(str(path), keep_in_memory=True)]
     except (DatasetGenerationError, ValueError, OSError) as error:
-        raise DataError(f"{field} must be readable as {kind}; got {path}: {error}. Mend the file") from error
-    return [dict(row) for row in table]
+        raise DataError(f"{field} must be a readable parquet file; got {path}: {error}. Mend the file") from error
 
 
 class Prompts:

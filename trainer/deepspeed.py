@@ -24,12 +24,9 @@ import torch.distributed as dist
 from skyrl.backends.skyrl_train.distributed.strategy import DistributedStrategy
 
 from inkling_rl.recipe import Recipe
+from trainer.resume import ResumeError
 
 TAG = "state"
-
-
-class ResumeError(ValueError):
-    """A checkpoint that cannot continue this run."""
 
 
 def engine_config(recipe: Recipe) -> dict[str, Any]:

@@ -15,7 +15,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +36,15 @@ SERVER_ARGUMENTS: dict[str, Any] = {
 }
 
 
+def visible_gpus() -> list[str]:
+    """Names of this node's GPUs, as CUDA_VISIBLE_DEVICES takes them."""
+    chosen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    if chosen is not None:
+        return [name for name in chosen.split(",") if name]
+    listed = subprocess.run(["nvidia-smi", "--list-gpus"], capture_output=True, text=True, check=False).stdout
+    return [str(number) for number, _ in enumerate(listed.splitlines())]
+
+
 class EngineError(RuntimeError):
     """The engine did not start, died, hung, or answered with an error. The message says which; its log says why."""
 
@@ -47,13 +56,16 @@ class PortError(ValueError):
 class EngineProcess:
     """One engine server and everything below it. Starts at once; `wait_until_healthy` says when it can be used."""
 
-    def __init__(self, arguments: Mapping[str, Any], *, port: int, log: Path) -> None:
+    def __init__(
+        self, arguments: Mapping[str, Any], *, port: int, log: Path, gpus: Sequence[str] | None = None
+    ) -> None:
         """Starts the server.
 
         Args:
             arguments: vLLM's, by name.
             port: to listen on; 0 picks a free one.
             log: file for everything that the engine's processes say.
+            gpus: names of the GPUs it may use; all that this process sees unless given.
 
         Raises:
             PortError: the port is in use.
@@ -64,6 +76,8 @@ class EngineProcess:
         self.url = f"http://{HOST}:{self.port}"
         inherited = {key: value for key, value in os.environ.items() if key != UNSET}
         environment = inherited | engine_environment() | {LAUNCHER: str(os.getpid()), SOCKET: str(listener.fileno())}
+        if gpus is not None:
+            environment["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         line = command_line(dict(arguments) | {"host": HOST, "port": self.port, "disable_uvicorn_access_log": True})
         log.parent.mkdir(parents=True, exist_ok=True)
         with listener, log.open("ab") as output:

@@ -14,7 +14,7 @@ from typing import Any
 from skyrl.train.entrypoints.main_base import BasePPOExp
 
 from inkling_rl.recipe import Recipe
-from trainer import logs
+from trainer import logs, vendor
 from trainer.client import EngineClient
 from trainer.dataset import BUILTIN, DataError, Prompts, read_rows
 from trainer.engine import EngineProcess
@@ -86,6 +86,7 @@ class Experiment(BasePPOExp):
             proxy_url, server_urls = engine.url, [engine.url]
             is_alive: Callable[[], bool] = engine.is_alive
         else:
+            vendor.restore()  # SkyRL builds the arguments of its engine actors with vLLM's parser, in this process
             theirs = self.get_inference_client()
             proxy_url, server_urls, is_alive = theirs.proxy_url, list(theirs.server_urls), lambda: True
         # One request after the other where the engine runs one sequence at a time: its results then depend on no race.

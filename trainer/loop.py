@@ -30,7 +30,7 @@ from trainer.generator import Generator
 from trainer.losses import mismatch
 from trainer.progress import Progress
 from trainer.publish import Publisher
-from trainer.resume import Checkpoints, RunState, read_state
+from trainer.resume import Checkpoints, RunState, identity_of, read_state
 
 logger = logging.getLogger(__name__)
 
@@ -208,7 +208,12 @@ class Loop(RayPPOTrainer):
     def _commit_checkpoint(self, step: int) -> None:
         if self._staged is None:
             return
-        state = RunState(step=step, cursor=self.train_dataloader.state_dict(), probe=self.dispatch.publisher.probe)
+        state = RunState(
+            step=step,
+            identity=identity_of(self.recipe),
+            cursor=self.train_dataloader.state_dict(),
+            probe=self.dispatch.publisher.probe,
+        )
         self.checkpoints.commit(self._staged, state)
         self._staged = None
 

@@ -17,6 +17,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from inkling_rl.recipe import Recipe
 from trainer.probe import Probe
 
 LATEST = "latest"
@@ -28,6 +29,10 @@ class CheckpointMissingError(ValueError):
     """There is nothing to resume from."""
 
 
+class ResumeError(ValueError):
+    """A checkpoint that cannot continue this run."""
+
+
 @dataclass(frozen=True)
 class RunState:
     """What the driver must remember."""
@@ -35,10 +40,41 @@ class RunState:
     step: int
     """Finished optimiser steps, which is also the policy version."""
 
+    identity: dict[str, Any]
+    """Recipe fields that decide what the saved tensors mean; see `identity_of`."""
+
     cursor: dict[str, int]
     """Of `trainer.dataset.Batches`."""
 
     probe: Probe | None
+
+
+def identity_of(recipe: Recipe) -> dict[str, Any]:
+    """Recipe fields that must not change when a run is continued, by dotted path."""
+    return {
+        "model.path": recipe.model.path,
+        "lora.rank": recipe.lora.rank,
+        "lora.targets": sorted(recipe.lora.targets),
+        "trainer.seed": recipe.trainer.seed,
+        "trainer.train_batch_size": recipe.trainer.train_batch_size,
+        "trainer.zero_stage": recipe.trainer.zero_stage,
+        "trainer.num_gpus_per_node x trainer.num_nodes": recipe.trainer.num_gpus_per_node * recipe.trainer.num_nodes,
+        "data.train": recipe.data.train,
+    }
+
+
+def check_identity(state: RunState, recipe: Recipe) -> None:
+    """Refuses to continue a run under a recipe that gives its tensors or its cursor another meaning.
+
+    Raises:
+        ResumeError: the first such field.
+    """
+    for path, now in identity_of(recipe).items():
+        if state.identity[path] != now:
+            raise ResumeError(
+                f"{path} must be {state.identity[path]!r}, as in the run that is continued; got {now!r}. "
+                "Put it back, or start a new run"
+            )
 
 
 class Checkpoints:
@@ -50,8 +86,9 @@ class Checkpoints:
 
     def begin(self, step: int) -> Path:
         """An empty directory for the parts of a checkpoint; `commit` gives it its name."""
+        for old in self.directory.glob(f".{PREFIX}*.partial"):
+            shutil.rmtree(old, ignore_errors=True)  # of a run that was killed while it wrote
         staging = self.directory / f".{PREFIX}{step}.partial"
-        shutil.rmtree(staging, ignore_errors=True)
         staging.mkdir(parents=True)
         return staging
 
@@ -95,7 +132,7 @@ def read_state(checkpoint: Path) -> RunState:
     """What `commit` wrote."""
     content: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text())
     probe = Probe(**content["probe"]) if content["probe"] else None
-    return RunState(step=content["step"], cursor=content["cursor"], probe=probe)
+    return RunState(step=content["step"], identity=content["identity"], cursor=content["cursor"], probe=probe)
 
 
 def _write(path: Path, text: str) -> None:

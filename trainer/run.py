@@ -24,10 +24,10 @@ from typing import TYPE_CHECKING, Any
 from inkling_rl import metrics
 from inkling_rl.engine_args import engine_arguments, installed_device
 from inkling_rl.recipe import Recipe, RecipeError, dump
-from trainer.engine import SERVER_ARGUMENTS, EngineProcess
+from trainer.engine import SERVER_ARGUMENTS, EngineProcess, visible_gpus
 from trainer.failure import ENGINE_LOG, WORKER_LOG, explain
 from trainer.progress import Progress
-from trainer.resume import Checkpoints, read_state
+from trainer.resume import Checkpoints, check_identity, read_state
 from trainer.vendor import NO_BARS
 
 if TYPE_CHECKING:
@@ -70,6 +70,8 @@ def train(recipe: Recipe, resume: Path | None = None, *, name: str = "train") ->
             with _uninterrupted():
                 progress.stop()
                 run.close()
+    if status == 2:
+        run.discard()
     print(message, flush=True)
     if (run.directory / "checkpoints" / "latest").is_file():
         print(f"continue with: inkling-rl train --resume {run.directory}", flush=True)
@@ -87,6 +89,8 @@ class Run:
         self.directory = (resume or recipe.logging.runs_dir / run_name).absolute()
         self.logs = self.directory / "logs"
         self.engine: EngineProcess | None = None
+        self.engine_gpus: list[str] | None = None
+        self.is_new = False  # whether the directory was made by this call
 
     def execute(self) -> None:
         """The whole run. Raises whatever ends it early."""
@@ -119,7 +123,9 @@ class Run:
         if self.resume is not None:
             checkpoint = Checkpoints(self.directory / "checkpoints", self.recipe.checkpoint.max_to_keep).latest()
             shutil.rmtree(self.directory / "adapters", ignore_errors=True)
-            step = read_state(checkpoint).step
+            state = read_state(checkpoint)
+            check_identity(state, self.recipe)
+            step = state.step
             self.progress.line(f"run: {self.directory}, continuing after step {step}")
             self.logs = self.directory / "logs" / f"resumed-{step}-{time.strftime('%Y%m%d-%H%M%S')}"
         elif self.directory.exists():
@@ -129,6 +135,7 @@ class Run:
             )
         else:
             step = None
+            self.is_new = True
             self.progress.line(f"run: {self.directory}")
         self.logs.mkdir(parents=True, exist_ok=True)
         (self.directory / "recipe.yaml").write_text(dump(self.recipe))
@@ -137,9 +144,31 @@ class Run:
     def _start_engine(self, model_path: Path) -> None:
         if self.recipe.rollout.placement != "standalone":
             return
+        self._divide_gpus()
         arguments = engine_arguments(self.recipe, model=str(model_path)) | SERVER_ARGUMENTS
-        self.engine = EngineProcess(arguments, port=self.recipe.rollout.port, log=self.logs / ENGINE_LOG)
+        self.engine = EngineProcess(
+            arguments, port=self.recipe.rollout.port, log=self.logs / ENGINE_LOG, gpus=self.engine_gpus
+        )
         self.progress.line(f"engine: process {self.engine.process.pid}, {self.engine.url}")
+
+    def _divide_gpus(self) -> None:
+        """The engine takes the first GPUs of this node, Ray and the workers the rest."""
+        if installed_device() == "cpu":
+            return
+        rollout, trainer = self.recipe.rollout, self.recipe.trainer
+        gpus = visible_gpus()
+        if rollout.num_engines > 1 or trainer.num_nodes > 1:
+            raise RecipeError(
+                "rollout.placement must be ray for more than one engine or node; got standalone with "
+                f"rollout.num_engines = {rollout.num_engines}, trainer.num_nodes = {trainer.num_nodes}. Set it to ray"
+            )
+        if len(gpus) < rollout.tensor_parallel_size + trainer.num_gpus_per_node:
+            raise RecipeError(
+                "rollout.tensor_parallel_size + trainer.num_gpus_per_node must be at most the "
+                f"{len(gpus)} GPUs of this node; got {rollout.tensor_parallel_size} + {trainer.num_gpus_per_node}. Lower one of them"
+            )
+        self.engine_gpus = gpus[: rollout.tensor_parallel_size]
+        os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rollout.tensor_parallel_size :])
 
     def _start_trainer(self, model_path: Path, resumed_step: int | None) -> Experiment:
         from trainer import logs, vendor
@@ -212,6 +241,11 @@ class Run:
         rollout = self.recipe.rollout
         ended_by = self.engine.ended_by if self.engine is not None else None
         return explain(error, self.logs, ended_by, rollout.kv_cache_gib, rollout.max_model_len)
+
+    def discard(self) -> None:
+        """Removes the directory of a run that could not begin."""
+        if self.is_new and not (self.directory / "metrics.jsonl").exists():
+            shutil.rmtree(self.directory, ignore_errors=True)
 
     def close(self) -> None:
         """Ends everything that was started. Safe to call in any state."""

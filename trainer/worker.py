@@ -45,7 +45,7 @@ class PolicyWorkerCore(PolicyWorkerBase):
             torch.set_num_threads(max(1, len(os.sched_getaffinity(0)) // self._world_size))
             # With two threads some sums are taken in any order, and a resumed run would differ in its last bits.
             torch.use_deterministic_algorithms(True)
-            torch.utils.deterministic.fill_uninitialized_memory = False
+            torch.utils.deterministic.fill_uninitialized_memory = False  # type: ignore[attr-defined]
         if not dist.is_initialized():
             dist.init_process_group(backend="cpu:gloo,cuda:nccl" if on_gpu else "gloo")
         self.device_mesh = dist.device_mesh.init_device_mesh(
