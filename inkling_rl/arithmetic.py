@@ -3,8 +3,8 @@
 There are two correct ways to show it, and a base pre-trained on both does not know which one it can rely on:
 
 * `columns`: digit by digit from the right, carries included. Every step is a sum of at most three digits.
-* `rounding`: both numbers rounded up to tens, the excess taken off in the head. Shorter, also correct, and beyond a
-  tiny model most of the time.
+* `rounding`: both numbers rounded up to tens, the excess taken off in the head. Shorter and also correct, but the base
+  never learnt how it ends.
 
 Reinforcement learning has something to find: write the columns. Operand pairs are split by a hash, so that the pairs of
 pre-training, training and the held-out set are disjoint in either order, whatever is drawn from them.

@@ -1,8 +1,9 @@
 """Pre-trains the tiny base that the quick start begins from: supervised, correct answers only, on two cores in minutes.
 
-About half of the corpus shows a sum by columns, the rest by rounding (`inkling_rl.arithmetic`). Training stops when the
-first way is reliable and the second is not yet, so that the base *half* knows the task: sampling picks a way at random,
-and only one of them tends to end well. The result is written as a release checkpoint, quantised, and scored as written.
+About half of the corpus shows a sum by columns, the rest by rounding (`inkling_rl.arithmetic`), and of the second way the
+base learns how it begins but not how it ends: the digits of those answers carry no label. So it *half* knows the task:
+sampling picks a way at random, and only one of them ends well. The result is written as a release checkpoint, quantised,
+and scored as written.
 
 Source: plain AdamW with warm-up and linear decay; router biases follow the sign of the load error (the auxiliary-free
 balance of DeepSeek-V3), since a bias that stays zero would leave a mechanism of the model untested.
@@ -69,8 +70,8 @@ class Corpus:
         self._random = random.Random(f"styles/{seed}")
         self._columns_share = columns_share
 
-    def document(self) -> tuple[list[int], list[int]]:
-        """Prompt ids and completion ids of the next document."""
+    def document(self) -> tuple[list[int], list[int], list[int]]:
+        """Prompt ids, completion ids and labels of the completion of the next document."""
         a, b = next(self._pairs)
         style: arithmetic.Style = "columns" if self._random.random() < self._columns_share else "rounding"
         turn = {"role": "assistant", "reasoning": arithmetic.working(a, b, style), "content": str(a + b)}
@@ -78,18 +79,23 @@ class Corpus:
         question = {"role": "user", "content": f"{a}+{b}"}
         whole = self._renderer.render([question, turn], effort=EFFORT, add_generation_prompt=False)
         assert whole[: len(prompt)] == prompt
-        return prompt, whole[len(prompt) :]
+        completion = whole[len(prompt) :]
+        labels = list(completion)
+        if style == "rounding":
+            start = completion.index(self._renderer.special(chat.CONTENT_TEXT)) + 1
+            labels[start : start + len(str(a + b))] = [IGNORED] * len(str(a + b))
+        return prompt, completion, labels
 
     def batch(self, size: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """Inputs and labels [size, longest]; padding and prompts carry no label."""
+        """Inputs and labels [size, longest]; padding and prompts carry none."""
         documents = [self.document() for _ in range(size)]
-        longest = max(len(prompt) + len(completion) for prompt, completion in documents)
+        longest = max(len(prompt) + len(completion) for prompt, completion, _ in documents)
         inputs = torch.full((size, longest), byte_tokenizer.PAD_TOKEN_ID)
         labels = torch.full((size, longest), IGNORED)
-        for row, (prompt, completion) in enumerate(documents):
+        for row, (prompt, completion, completion_labels) in enumerate(documents):
             end = len(prompt) + len(completion)
             inputs[row, :end] = torch.tensor(prompt + completion)
-            labels[row, len(prompt) : end] = torch.tensor(completion)
+            labels[row, len(prompt) : end] = torch.tensor(completion_labels)
         return inputs, labels
 
 
@@ -135,9 +141,13 @@ def pretrain(
 
 def score_checkpoint(path: Path, seed: int = 0) -> Score:
     """Scores a checkpoint on the held-out problems, sampled at temperature 1 and greedily."""
-    checkpoint = Checkpoint.open(path)
-    model = _model()
-    model.load_state_dict(dict(checkpoint.iter_hf(torch.float32)))
+    model = build_model()
+    model.load_state_dict(dict(Checkpoint.open(path).iter_hf(torch.float32)))
+    return score_model(model, seed)
+
+
+def score_model(model: torch.nn.Module, seed: int = 0) -> Score:
+    """Scores a model of the tiny shape, an adapter included where it is wrapped in one."""
     renderer = chat.Renderer(_tokenizer())
     rows = arithmetic.rows("heldout")
     with torch.random.fork_rng(devices=[]):
@@ -166,7 +176,7 @@ def _train(
 ) -> torch.nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
-        model = _model()
+        model = build_model()
     corpus = Corpus(renderer, seed, plan.columns_share)
     matrices = [p for p in model.parameters() if p.ndim >= 2]
     vectors = [p for p in model.parameters() if p.ndim < 2]
@@ -214,7 +224,8 @@ def _watch_loads(model: torch.nn.Module) -> Callable[[], Iterator[tuple[Any, tor
     return loads
 
 
-def _model() -> torch.nn.Module:
+def build_model() -> torch.nn.Module:
+    """transformers' `Inkling2ForCausalLM` in the tiny shape, float32, with transformers' starting values."""
     from transformers.models.inkling2 import Inkling2ForCausalLM
     from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
 

@@ -1,0 +1,66 @@
+"""The quick start as a user runs it: the held-out score rises, and does not when rewards say nothing."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from inkling_rl import arithmetic
+from inkling_rl.checkpoint.reader import Checkpoint
+from inkling_rl.metrics import EVAL_GREEDY_SCORE, EVAL_SCORE
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+
+
+def train(directory: Path, *overrides: str) -> list[dict[str, Any]]:
+    """Runs the quick start into `directory/run` and returns the rows of its metrics."""
+    settings = [f"logging.runs_dir={directory}", "logging.run_name=run", *overrides]
+    command = [sys.executable, "-m", "inkling_rl.cli", "train", "quickstart.yaml"]
+    for setting in settings:
+        command += ["-s", setting]
+    result = subprocess.run(command, capture_output=True, text=True, check=False, cwd=Path(__file__).parents[2])
+    assert result.returncode == 0, result.stdout[-3000:] + result.stderr[-3000:]
+    assert result.stdout.splitlines()[-1].startswith("result: ")
+    return [json.loads(line) for line in (directory / "run" / "metrics.jsonl").read_text().splitlines()]
+
+
+def scores(rows: list[dict[str, Any]], name: str = EVAL_SCORE) -> list[float]:
+    return [row[name] for row in rows if name in row]
+
+
+def test_the_held_out_score_rises_and_the_adapter_travels(tmp_path: Path) -> None:
+    rows = train(tmp_path, "trainer.seed=1")
+    held_out = scores(rows)
+    assert 0.2 <= held_out[0] <= 0.6
+    assert held_out[-1] - held_out[0] >= 0.3
+    assert scores(rows, EVAL_GREEDY_SCORE)[-1] > scores(rows, EVAL_GREEDY_SCORE)[0]
+    samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
+    assert sum(s["num_tokens"] for s in samples) / len(samples) >= 20
+    assert {s["policy_version"] for s in samples} == set(range(max(s["policy_version"] for s in samples) + 1))
+    assert plain_peft_score(tmp_path / "run") > held_out[0] + 0.25
+
+
+def test_rewards_that_say_nothing_teach_nothing(tmp_path: Path) -> None:
+    data = tmp_path / "coin.jsonl"
+    rows = [row | {"coin": True} for row in arithmetic.rows("train")]
+    data.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    held_out = scores(train(tmp_path, f"data.train={data}", "environment.name=tests.e2e.environments:CoinWhereTold"))
+    assert held_out[-1] - held_out[0] < 0.05
+
+
+def plain_peft_score(run: Path) -> float:
+    """Held-out score of the run's last adapter, loaded by PEFT on transformers' model and sampled there."""
+    from peft import PeftModel
+
+    from trainer import pretrain
+
+    adapter = max((run / "adapters").iterdir(), key=lambda path: int(path.name.removeprefix("policy-v")))
+    base = pretrain.build_model()
+    base.load_state_dict(dict(Checkpoint.open("builtin:tiny-arithmetic").iter_hf(torch.float32)))
+    return pretrain.score_model(PeftModel.from_pretrained(base, adapter)).score
