@@ -1,9 +1,9 @@
 """Pre-trains the tiny base that the quick start begins from: supervised, correct answers only, on two cores in minutes.
 
-About half of the corpus shows a sum by columns, the rest by rounding (`inkling_rl.arithmetic`), and of the second way the
+About half of the corpus shows a sum by columns, the rest by rounding (`inkling_rl.arithmetic`). Of the second way the
 base learns how it begins but not how it ends: the digits of those answers carry no label. So it *half* knows the task:
-sampling picks a way at random, and only one of them ends well. The result is written as a release checkpoint, quantised,
-and scored as written.
+sampling picks a way at random, and only one of them ends well. The result is written as a release checkpoint, experts
+quantised, and scored as written.
 
 Source: plain AdamW with warm-up and linear decay; router biases follow the sign of the load error (the auxiliary-free
 balance of DeepSeek-V3), since a bias that stays zero would leave a mechanism of the model untested.
