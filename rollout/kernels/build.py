@@ -29,7 +29,7 @@ MAIN = SOURCES / "interface.cpp"
 FLAGS = ("-std=c++17", "-O3", "-march=native", "-ffp-contract=off", "-fno-math-errno", "-fopenmp", "-shared", "-fPIC")
 KERNELS_ENV = "INKLING_RL_KERNELS"
 CACHE_ENV = "INKLING_RL_CACHE"
-SLOWDOWN = 10
+SLOWDOWN = 13
 BUILD_SECONDS = 300
 
 
