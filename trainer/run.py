@@ -244,7 +244,8 @@ class Run:
 
     def discard(self) -> None:
         """Removes the directory of a run that could not begin."""
-        if self.is_new and not (self.directory / "metrics.jsonl").exists():
+        record = self.directory / "metrics.jsonl"
+        if self.is_new and not (record.exists() and record.stat().st_size):
             shutil.rmtree(self.directory, ignore_errors=True)
 
     def close(self) -> None:
