@@ -35,8 +35,8 @@ class RMSNormWeight(nn.Module):
 class BlockStates:
     """Residual stream of one forward pass: finished blocks [S, T, H] and how many there are."""
 
-    def __init__(self, num_blocks: int, num_tokens: int, hidden_size: int) -> None:
-        self.states = torch.empty(num_blocks, num_tokens, hidden_size, dtype=torch.float32)
+    def __init__(self, num_blocks: int, first_TH: torch.Tensor) -> None:
+        self.states = first_TH.new_empty(num_blocks, *first_TH.shape)
         self.finished = 0
 
     def append(self, block_TH: torch.Tensor) -> None:

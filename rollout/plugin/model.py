@@ -113,7 +113,7 @@ class TextModel(nn.Module):
             # Profiling without pages: nothing to attend to, and nothing here allocates more than a real step.
             return torch.zeros_like(hidden_TH)
         num_blocks = -(-self.shape.num_layers // self.shape.layers_per_block)
-        blocks = BlockStates(num_blocks, *hidden_TH.shape)
+        blocks = BlockStates(num_blocks, hidden_TH)
         for layer, attention, conv in zip(self.layers, self.cache.attention, self.cache.conv, strict=True):
             stream = ConvStream(conv.view(), metadata[conv.key].batch)
             hidden_TH = layer(hidden_TH, blocks, stream, attention.view(), metadata[attention.key])

@@ -43,7 +43,7 @@ def task_prompts(checkpoint: Path, number: int) -> list[list[int]]:
     return [renderer.render([{"role": "user", "content": row["prompt"]}], effort=0.2) for row in rows]
 
 
-@pytest.mark.parametrize("kind", ["random", "shipped"])
+@pytest.mark.parametrize("kind", [pytest.param("random", marks=pytest.mark.slow), "shipped"])
 def test_bf16_is_closer_to_float32_than_transformers_is(tiny_checkpoint: Path, kind: str) -> None:
     if kind == "random":
         ours, theirs = measure(tiny_checkpoint, random_prompts([10 + 2 * i for i in range(32)], seed=8), True)
