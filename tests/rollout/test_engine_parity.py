@@ -114,3 +114,13 @@ def test_block_sizes(tiny_checkpoint: Path, tiny_oracle: Any, block_size: int) -
             outputs = generate(llm, prompts, max_tokens=24)
             assert [o.num_cached_tokens for o in outputs] == cached
             assert max(differences(tiny_oracle, prompts, outputs)) < TOLERANCE
+
+
+def test_the_torch_kernels_serve_the_same_model(
+    tiny_checkpoint: Path, tiny_oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs on a machine without a compiler."""
+    monkeypatch.setattr(ops, "have_native", lambda: False)
+    prompts = random_prompts((20, 45, 3), seed=12)
+    with engine(tiny_checkpoint, max_num_batched_tokens=32) as llm:
+        assert max(differences(tiny_oracle, prompts, generate(llm, prompts, max_tokens=8))) < TOLERANCE
