@@ -125,6 +125,8 @@ def device_arguments(device: Device, kv_cache_gib: float | None, tensor_parallel
     arguments: dict[str, Any] = {
         "kv_cache_memory_bytes": int((kv_cache_gib or CPU_KV_CACHE_GIB) * GIB),
         "enforce_eager": True,
+        # vLLM's 128 on a CPU is longer than many prompts, which then share nothing.
+        "block_size": 32,
         # SkyRL's server replaces "auto" by the GPU worker.
         "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
     }

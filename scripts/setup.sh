@@ -37,4 +37,7 @@ say "installing the stack for $engine (torch, vLLM, SkyRL, DeepSpeed: about 7 GB
   --override overrides.txt -e ".[$engine,dev]"
 # The project's own folders too: an environment that forbids writing bytecode would compile them in every process.
 "$venv/bin/python" -m compileall -q inkling_rl rollout trainer lora recipes
+if [ "$engine" = cpu ]; then
+  "$venv/bin/python" -m rollout.kernels.build
+fi
 say "done in $(( $(date +%s) - started )) s"
