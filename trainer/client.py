@@ -4,8 +4,8 @@ What SkyRL's client does not do: give up on an engine that does not answer, noti
 name the adapter of a policy version in every request and check that the answer came from it, and count which versions
 are in use. Token ids go in and come out; nothing is tokenised twice.
 
-Source: skyrl 0.4.0 `remote_inference_client.py`. Departures: no retries against a dead process; sessions are not
-announced (there is no router on one node).
+Source: skyrl 0.4.0 `remote_inference_client.py`. Departures: no retries against a dead process; no router process in
+front of several engines, the client picks one itself.
 """
 
 from __future__ import annotations
@@ -47,7 +47,6 @@ class EngineClient(RemoteInferenceClient):
     def __init__(
         self,
         *,
-        proxy_url: str,
         server_urls: list[str],
         tokenizer: Any,
         request_timeout: float,
@@ -57,7 +56,7 @@ class EngineClient(RemoteInferenceClient):
         """Nothing is contacted.
 
         Args:
-            proxy_url, server_urls: for generation, and of every engine.
+            server_urls: of every engine.
             tokenizer: decodes completions for environments.
             request_timeout: seconds without any answer, while one is due, after which the engine counts as hung.
             max_concurrency: requests that the engine sees at once, in order of arrival; 0 for no limit. 1 makes what it
@@ -65,7 +64,7 @@ class EngineClient(RemoteInferenceClient):
             is_alive: whether the supervised engine process is there.
         """
         super().__init__(
-            proxy_url=proxy_url,
+            proxy_url=server_urls[0],
             server_urls=server_urls,
             data_parallel_size=1,
             model_name=BASE_MODEL_NAME,
@@ -78,6 +77,8 @@ class EngineClient(RemoteInferenceClient):
         self.in_flight: Counter[str] = Counter()
         self._slots = asyncio.Semaphore(max_concurrency) if max_concurrency else None
         self._turns: Counter[Any] = Counter()
+        self._load: Counter[str] = Counter()
+        self._engine_of: dict[Any, str] = {}
         self._last_answer = time.monotonic()
         self._session: aiohttp.ClientSession | None = None
 
@@ -104,7 +105,9 @@ class EngineClient(RemoteInferenceClient):
         if "seed" in sampling:
             sampling["seed"] = request_seed(sampling["seed"], self._turns[session])
         self._turns[session] += 1
-        choice = await self._generate_tokens(name, token_ids, sampling, cache_salt=input_batch.get("cache_salt"))
+        choice = await self._generate_tokens(
+            name, token_ids, sampling, session=session, cache_salt=input_batch.get("cache_salt")
+        )
         content = (choice["logprobs"] or {}).get("content") or []
         return {
             "responses": [self.tokenizer.decode(choice["token_ids"], skip_special_tokens=False)],
@@ -114,13 +117,18 @@ class EngineClient(RemoteInferenceClient):
         }
 
     async def _generate_tokens(
-        self, name: str, token_ids: Sequence[int], sampling: dict[str, Any], cache_salt: str | None = None
+        self,
+        name: str,
+        token_ids: Sequence[int],
+        sampling: dict[str, Any],
+        session: Any = None,
+        cache_salt: str | None = None,
     ) -> dict[str, Any]:
-        async with self._using(name), self._slots or nullcontext():
+        async with self._using(name), self._slots or nullcontext(), self._engine_for(session) as engine:
             body = {"model": name, "token_ids": list(token_ids), "sampling_params": sampling}
             if cache_salt is not None:
                 body["cache_salt"] = cache_salt
-            answer = await self.request("POST", f"{self.proxy_url}/inference/v1/generate", body)
+            answer = await self.request("POST", f"{engine}/inference/v1/generate", body)
         if answer.get("model") != name:
             raise EngineError(f"a request for {name} must be answered by {name}; got {answer.get('model')!r}")
         return {**answer["choices"][0], "prompt_logprobs": answer.get("prompt_logprobs")}
@@ -156,8 +164,21 @@ class EngineClient(RemoteInferenceClient):
         )
 
     async def finish_session(self, session_id: str) -> None:
-        """Forgets the turns of an episode."""
+        """Forgets an episode."""
         self._turns.pop(session_id, None)
+        self._engine_of.pop(session_id, None)
+
+    @asynccontextmanager
+    async def _engine_for(self, session: Any) -> AsyncIterator[str]:
+        """The engine with the fewest open requests, and for later turns of an episode the one that has its cache."""
+        engine = self._engine_of.get(session) or min(self.server_urls, key=lambda url: self._load[url])
+        if session is not None:
+            self._engine_of[session] = engine
+        self._load[engine] += 1
+        try:
+            yield engine
+        finally:
+            self._load[engine] -= 1
 
     @asynccontextmanager
     async def _using(self, name: str) -> AsyncIterator[None]:

@@ -7,14 +7,13 @@ constructor and set-up are not called: they load data through a hub client, trus
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from skyrl.train.entrypoints.main_base import BasePPOExp
 
 from inkling_rl.recipe import Recipe
-from trainer import logs, vendor
+from trainer import cluster, logs
 from trainer.client import EngineClient
 from trainer.dataset import BUILTIN, DataError, Prompts, read_rows
 from trainer.engine import EngineProcess
@@ -79,20 +78,19 @@ class Experiment(BasePPOExp):
         self.colocate_pg = None
         self.client: EngineClient | None = None
         self.trainer: Loop | None = None
+        self.engines: Any = None
 
     def connect(self, engine: EngineProcess | None) -> EngineClient:
         """The client of the standalone engine, or of engines that SkyRL starts as Ray actors."""
         if engine is not None:
-            proxy_url, server_urls = engine.url, [engine.url]
-            is_alive: Callable[[], bool] = engine.is_alive
+            server_urls, is_alive = [engine.url], engine.is_alive
         else:
-            vendor.restore()  # SkyRL builds the arguments of its engine actors with vLLM's parser, in this process
-            theirs = self.get_inference_client()
-            proxy_url, server_urls, is_alive = theirs.proxy_url, list(theirs.server_urls), lambda: True
+            # A dead actor closes its connections, which ends the requests on them; there is no process to ask.
+            self.engines, server_urls = cluster.start_engines(self.cfg)
+            is_alive = lambda: True
         # One request after the other where the engine runs one sequence at a time: its results then depend on no race.
         concurrency = 1 if self.recipe.rollout.max_num_seqs == 1 else 0
         self.client = EngineClient(
-            proxy_url=proxy_url,
             server_urls=server_urls,
             tokenizer=self.tokenizer,
             request_timeout=self.recipe.rollout.request_timeout,

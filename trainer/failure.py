@@ -66,7 +66,9 @@ def explain(
     import ray.exceptions
 
     if isinstance(error, EngineError):
-        log = _read(logs / ENGINE_LOG)
+        # Engines that are Ray actors write where the workers do.
+        path = logs / ENGINE_LOG if (logs / ENGINE_LOG).is_file() else logs / WORKER_LOG
+        log = _read(path)
         cause = root_cause(log)
         parts = [str(error)]
         if cause:
@@ -80,7 +82,7 @@ def explain(
                 "cause: the engine's core process ended without a word: it was killed from outside, often by the "
                 "kernel when memory is short. Lower rollout.kv_cache_gib, or free memory"
             )
-        return "\n".join([*parts, *_tail(log, logs / ENGINE_LOG)])
+        return "\n".join([*parts, *_tail(log, path)])
     if isinstance(error, ray.exceptions.RayTaskError):
         inner = error.cause if isinstance(error.cause, BaseException) else error
         if isinstance(inner, ValueError):

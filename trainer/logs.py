@@ -16,8 +16,10 @@ PACKAGES = ("inkling_rl", "trainer", "lora", "rollout")
 
 def theirs_to(file: Path) -> None:
     """SkyRL's, Ray's and transformers' messages of this process go to `file` only."""
+    import skyrl.utils.log  # installs a console handler when it is first imported
     from loguru import logger
 
+    assert skyrl.utils.log
     logger.remove()
     logger.add(file, level="INFO", backtrace=False, diagnose=False)
     for name in ("skyrl", "transformers", "ray"):

@@ -165,17 +165,20 @@ class Run:
         if len(gpus) < rollout.tensor_parallel_size + trainer.num_gpus_per_node:
             raise RecipeError(
                 "rollout.tensor_parallel_size + trainer.num_gpus_per_node must be at most the "
-                f"{len(gpus)} GPUs of this node; got {rollout.tensor_parallel_size} + {trainer.num_gpus_per_node}. Lower one of them"
+                f"{len(gpus)} GPUs of this node; got {rollout.tensor_parallel_size} + {trainer.num_gpus_per_node}. "
+                "Lower one of them"
             )
         self.engine_gpus = gpus[: rollout.tensor_parallel_size]
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rollout.tensor_parallel_size :])
 
     def _start_trainer(self, model_path: Path, resumed_step: int | None) -> Experiment:
-        from trainer import logs, vendor
+        from trainer import cluster, logs, vendor
 
         logs.ours_to(self.progress)
         vendor.prepare()
-        self._start_ray()
+        if cluster.is_local(self.recipe):
+            cluster.start_local(self.recipe, self.logs / WORKER_LOG)
+            _raise_on_signals()  # Ray has just put a handler of its own there, which aborts
         logs.theirs_to(self.logs / SKYRL_LOG)
         from trainer import skyrl_config
         from trainer.experiment import Experiment, load_prompts, load_tokenizer
@@ -190,41 +193,13 @@ class Run:
             is_resumed=resumed_step is not None,
         )
         prompts = load_prompts(self.recipe, tokenizer)
-        if not self._is_local_ray():
-            from skyrl.train.utils.utils import initialize_ray
-
-            initialize_ray(cfg)
+        if not cluster.is_local(self.recipe):
+            cluster.join(cfg)
             _raise_on_signals()
         experiment = Experiment(self.recipe, cfg, tokenizer, self.directory, self.progress)
         experiment.connect(self.engine)
         experiment.build(prompts, resumed_step, self.logs / SKYRL_LOG)
         return experiment
-
-    def _is_local_ray(self) -> bool:
-        return self.recipe.rollout.placement == "standalone"
-
-    def _start_ray(self) -> None:
-        """Ray on this node alone. On a CPU a worker is a process, so the GPUs that SkyRL asks for are made up."""
-        if not self._is_local_ray():
-            return
-        import ray
-
-        workers = self.recipe.trainer.num_gpus_per_node
-        os.environ |= {
-            "SKYRL_LOG_FILE": str(self.logs / WORKER_LOG),
-            "RAY_USAGE_STATS_ENABLED": "0",
-            # Idle threads of the worker must sleep, not spin, while the engine computes on the same cores.
-            "OMP_WAIT_POLICY": "PASSIVE",
-        }
-        ray.init(
-            address="local",  # never somebody else's cluster
-            num_cpus=workers,
-            num_gpus=workers if installed_device() == "cpu" else None,
-            include_dashboard=False,
-            log_to_driver=False,
-            configure_logging=False,
-        )
-        _raise_on_signals()  # Ray has just put a handler of its own there, which aborts
 
     def _print_result(self) -> None:
         rows = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]

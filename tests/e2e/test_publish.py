@@ -100,7 +100,7 @@ def play(engine: EngineProcess, policy: Policy, tmp_path: Path) -> Iterator[Call
     def run(scenario: Scenario) -> None:
         async def main() -> None:
             client = EngineClient(
-                proxy_url=engine.url, server_urls=[engine.url], tokenizer=None, request_timeout=60.0,
+                server_urls=[engine.url], tokenizer=None, request_timeout=60.0,
                 is_alive=engine.is_alive,
             )  # fmt: skip
             publisher = Publisher(
