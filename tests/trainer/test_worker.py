@@ -22,6 +22,7 @@ def process_group() -> Iterator[None]:
     """One rank of gloo, as the worker makes it."""
     yield
     torch.distributed.destroy_process_group()
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="module")
@@ -47,6 +48,7 @@ def build(recipes: Recipes) -> Any:
             sequence_parallel_size=1,
         )  # fmt: skip
         worker.init_worker_process_group()
+        torch.set_num_threads(1)  # threads of a test's process spin where it shares its cores
         worker.init_model(recipe.model.path, num_training_steps=steps)
         return worker
 
