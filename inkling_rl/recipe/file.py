@@ -7,9 +7,10 @@ dotted path. `dump` writes the resolved recipe beside a run; loading that file g
 from __future__ import annotations
 
 import difflib
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any, ClassVar, get_args
 
 import yaml
 from pydantic import BaseModel, ValidationError
@@ -17,9 +18,33 @@ from pydantic_core import ErrorDetails
 
 from inkling_rl.recipe.schema import Recipe, RecipeError
 
+FLOAT, INT, BOOL, NULL = (f"tag:yaml.org,2002:{kind}" for kind in ("float", "int", "bool", "null"))
+# The scalars of YAML 1.2. PyYAML follows 1.1: 1e-3 would be text, off false, 010 eight, 2026-11-29 a date.
+SCALARS = {
+    BOOL: (r"true|True|TRUE|false|False|FALSE", "tTfF"),
+    INT: (r"[-+]?[0-9]+", "-+0123456789"),
+    FLOAT: (
+        r"[-+]?(?:\.[0-9]+|[0-9]+(?:\.[0-9]*)?)(?:[eE][-+]?[0-9]+)?|[-+]?\.(?:inf|Inf|INF)|\.(?:nan|NaN|NAN)",
+        "-+.0123456789",
+    ),
+    NULL: (r"~|null|Null|NULL|", ["~", "n", "N", ""]),
+}
+
 
 class _Loader(yaml.SafeLoader):
-    """Safe YAML that refuses a key given twice, which plain YAML resolves silently to the last one."""
+    """Safe YAML 1.2 that refuses a key given twice, which plain YAML resolves silently to the last one."""
+
+    yaml_implicit_resolvers: ClassVar[dict[str, Any]] = {}  # type: ignore[misc]
+
+
+class _Dumper(yaml.SafeDumper):
+    """Quotes text that either version of YAML would read as something else."""
+
+
+for _tag, (_pattern, _first) in SCALARS.items():
+    _Loader.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), list(_first))
+    _Dumper.add_implicit_resolver(_tag, re.compile(f"(?:{_pattern})$"), list(_first))
+_Loader.add_constructor(INT, lambda _, node: int(node.value))
 
 
 def _mapping(loader: _Loader, node: yaml.MappingNode) -> dict[Any, Any]:
@@ -52,6 +77,8 @@ def load(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         tree = yaml.load(file.read_text(encoding="utf-8"), Loader=_Loader)
     except yaml.YAMLError as error:
         raise RecipeError(f"{file} must be YAML; {' '.join(str(error).split())}.") from None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecipeError(f"{file} must be a readable file of UTF-8 text; got: {error}. Give a recipe.") from None
     if not isinstance(tree, dict):
         raise RecipeError(f"{file} must hold a mapping of sections ({', '.join(Recipe.model_fields)}); got {tree!r}.")
     for override in overrides:
@@ -82,7 +109,7 @@ def parse(tree: Mapping[str, Any], source: str) -> Recipe:
 
 def dump(recipe: Recipe) -> str:
     """The resolved recipe as YAML, every field present."""
-    return yaml.safe_dump(recipe.model_dump(mode="json"), sort_keys=False, allow_unicode=True)
+    return yaml.dump(recipe.model_dump(mode="json"), Dumper=_Dumper, sort_keys=False, allow_unicode=True)
 
 
 def _apply(tree: dict[str, Any], override: str) -> None:
@@ -93,7 +120,7 @@ def _apply(tree: dict[str, Any], override: str) -> None:
             f"-s {override} must have the form section.field=value. Write for example trainer.num_steps=20."
         )
     try:
-        value = yaml.safe_load(text)
+        value = yaml.load(text, Loader=_Loader)
     except yaml.YAMLError:
         raise RecipeError(f"-s {override}: the value must be YAML; got {text!r}. Quote it.") from None
     # Below an escape hatch the rest of the path is one key of the vendor's own dotted form.
@@ -123,7 +150,12 @@ def _describe(detail: ErrorDetails) -> str:
             return f"{path} {message}." if path else f"{message}."
         case "literal_error":
             return f"{path} must be one of {detail['ctx']['expected']}; got {got!r}.{_close(str(got), detail['ctx'])}"
-    requirement = detail["msg"].removeprefix("Input should be ").replace("a valid ", "a ").replace("a tuple", "a list")
+        case "model_type":
+            return f"{path} must be a section of fields; got {got!r}. Write them below it."
+        case "path_type":
+            return f"{path} must be a path; got {got!r}. {_documentation(path)}"
+    requirement = detail["msg"].removeprefix("Input should be ").replace("a valid tuple", "a list")
+    requirement = requirement.replace("a valid integer", "an integer").replace("a valid ", "a ")
     return f"{path} must be {requirement}; got {got!r}. {_documentation(path)}"
 
 

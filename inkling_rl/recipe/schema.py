@@ -29,7 +29,17 @@ VLLM_ARGS_SET_BY_RECIPE = {
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "port": "rollout.port",
     "max_lora_rank": "lora.rank",
+    "lora_target_modules": "lora.targets",
 }
+# Set after the escape hatch is merged, because the trainer could not work with another value.
+VLLM_ARGS_OF_THE_TRAINER = (
+    "served_model_name",
+    "logprobs_mode",
+    "generation_config",
+    "enable_lora",
+    "host",
+    "disable_uvicorn_access_log",
+)
 SKYRL_ARGS_SET_BY_RECIPE = {
     "data.train_data": "data.train",
     "data.val_data": "data.eval",
@@ -287,7 +297,7 @@ class Logging(Section):
     """Project of the tracker."""
 
     run_name: str | None = None
-    """Name of the run; from the recipe's file name and the time unless given."""
+    """Name of the run, one directory; from the recipe's file name and the time unless given."""
 
     runs_dir: Path = Field(default=Path("runs"), strict=False)
     """Runs are written to `runs_dir/run_name`."""
@@ -297,6 +307,13 @@ class Logging(Section):
 
     num_samples_per_step: Annotated[int, Field(ge=0)] = 8
     """Completions written to samples.jsonl every step."""
+
+    @field_validator("run_name")
+    @classmethod
+    def run_name_is_one_directory(cls, name: str | None) -> str | None:
+        if name is not None and (name in ("", ".", "..") or "/" in name or "\0" in name):
+            raise ValueError(f"must be the name of one directory; got {name!r}. Use logging.runs_dir for the rest")
+        return name
 
 
 class Checkpoint(Section):
@@ -362,6 +379,9 @@ class Recipe(Section):
             for key in given:
                 if owner := owned.get(key.replace("-", "_")):
                     raise ValueError(f"{path}.{key} must not be set: {owner} decides it. Set {owner} instead")
+        for key in self.rollout.vllm_args:
+            if key.replace("-", "_") in VLLM_ARGS_OF_THE_TRAINER:
+                raise ValueError(f"rollout.vllm_args.{key} must not be set: the trainer needs its own value. Remove it")
         return self
 
     @property

@@ -135,6 +135,8 @@ def check_engine(vllm_config: Any) -> None:
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     _require("dtype", model.dtype in SUPPORTED_DTYPES, "float32 or bfloat16", model.dtype)
     _require("kv_cache_dtype", cache.cache_dtype in ("auto", "bfloat16"), "auto or bfloat16", cache.cache_dtype)
+    # Experts are dequantised as their format says; anything else that is asked for would be left out without a word.
+    _require("quantization", not model.quantization, "left unset (the checkpoint decides)", model.quantization)
     block = cache.block_size
     _require("block_size", block >= 16 and block & (block - 1) == 0, "a power of two of 16 or more", block)
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
@@ -66,6 +67,10 @@ def test_owners_of_vendor_keys_exist() -> None:
         ("nonsense", "must have the form section.field=value"),
         ("model.path.x=3", "model.path must be a section; it is a value"),
         ("trainer.num_steps=[", "the value must be YAML"),
+        ("logging.run_name=../x", "logging.run_name must be the name of one directory; got '../x'."),
+        ("logging.runs_dir=null", "logging.runs_dir must be a path; got None."),
+        ("rollout.vllm_args.logprobs-mode=raw_logits", "must not be set: the trainer needs its own value"),
+        ("rollout.vllm_args.lora_target_modules=[x]", "lora.targets decides it"),
     ],
 )
 def test_faults_are_named(override: str, message: str) -> None:
@@ -91,6 +96,9 @@ def test_missing_sections_and_files(tmp_path: Path) -> None:
     empty.write_text("model: {path: x}\nmodel: {path: y}\n")
     with pytest.raises(RecipeError, match="model must be given once"):
         load(empty)
+    empty.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(RecipeError, match="must be a readable file of UTF-8 text"):
+        load(empty)
     with pytest.raises(RecipeError, match=r"there|none\. Give a path, or one that ships: .*quickstart.yaml"):
         load(tmp_path / "absent.yaml")
 
@@ -100,3 +108,39 @@ def test_overrides_reach_the_recipe_in_order() -> None:
     assert (recipe.trainer.num_steps, recipe.lora.targets) == (5, ("q", "gate"))
     dotted = load("quickstart.yaml", ["trainer.deepspeed_args.zero_optimization.reduce_bucket_size=1000"])
     assert dotted.trainer.deepspeed_args == {"zero_optimization.reduce_bucket_size": 1000}
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("1e-3", 1e-3),
+        ("2.5E+1", 25.0),
+        (".5", 0.5),
+        ("010", 10),
+        ("-3", -3),
+        ("true", True),
+        ("~", None),
+        ("null", None),
+    ]
+    + [(text, text) for text in ("off", "yes", "2026-11-29", "12:30", "1_000", "0x10", "'1e-3'")],
+)
+def test_scalars_are_those_of_yaml_1_2(text: str, value: object) -> None:
+    """YAML 1.1 would make text of 1e-3, and false of the `off` that two fields may be."""
+    recipe = load("quickstart.yaml", [f"environment.args.x={text}"])
+    assert recipe.environment.args["x"] == (value.strip("'") if isinstance(value, str) else value)
+    assert type(recipe.environment.args["x"]) is type(value)
+
+
+def test_what_the_header_of_the_quick_start_proposes_works() -> None:
+    header = (Path(__file__).parents[2] / "recipes" / "quickstart.yaml").read_text().split("\nmodel:")[0]
+    proposed = re.findall(r"`-s ([^`]+)`", header)
+    assert proposed
+    load("quickstart.yaml", proposed)
+
+
+def test_text_that_looks_like_something_else_survives_a_round_trip(tmp_path: Path) -> None:
+    values = {"a": "1e-3", "b": "off", "c": "010", "d": "2026-11-29", "e": 1e-5, "f": "null", "g": ".nan", "h": "1:30"}
+    recipe = load("quickstart.yaml", ["logging.wandb=off", "algorithm.importance_sampling=off"])
+    recipe = recipe.model_copy(update={"environment": recipe.environment.model_copy(update={"args": values})})
+    (tmp_path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
+    assert load(tmp_path / "recipe.yaml") == recipe

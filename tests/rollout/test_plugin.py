@@ -95,9 +95,16 @@ def test_pages_have_one_size_and_blocks_are_powers_of_two(block_size: int) -> No
 
 def settings(**changes: Any) -> Any:
     """As much of a vLLM configuration as `check_engine` reads."""
-    values = {"dtype": torch.float32, "cache_dtype": "auto", "block_size": 32, "tp": 1, "pp": 1} | changes
+    values = {
+        "dtype": torch.float32,
+        "cache_dtype": "auto",
+        "block_size": 32,
+        "tp": 1,
+        "pp": 1,
+        "quantization": None,
+    } | changes
     return SimpleNamespace(
-        model_config=SimpleNamespace(dtype=values["dtype"]),
+        model_config=SimpleNamespace(dtype=values["dtype"], quantization=values["quantization"]),
         cache_config=SimpleNamespace(cache_dtype=values["cache_dtype"], block_size=values["block_size"]),
         parallel_config=SimpleNamespace(tensor_parallel_size=values["tp"], pipeline_parallel_size=values["pp"]),
     )
@@ -110,6 +117,7 @@ def settings(**changes: Any) -> Any:
         ({"block_size": 48}, "block_size must be a power of two of 16 or more"),
         ({"block_size": 8}, "block_size must be a power of two of 16 or more"),
         ({"cache_dtype": "fp8"}, "kv_cache_dtype must be auto or bfloat16"),
+        ({"quantization": "fp8"}, "quantization must be left unset"),
         ({"tp": 2}, "tensor_parallel_size x pipeline_parallel_size must be 1 x 1"),
     ],
 )
