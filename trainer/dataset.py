@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from inkling_rl import arithmetic
-from inkling_rl.chat import Renderer
+from inkling_rl.chat import CONTENT_IMAGE, Renderer
 
 BUILTIN = {"arithmetic/train": "train", "arithmetic/heldout": "heldout"}
 
@@ -60,7 +60,12 @@ def _load(path: Path, field: str) -> list[dict[str, Any]]:
     if path.suffix == ".parquet":
         return _load_parquet(path, field)
     rows = []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines()):
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"{field} must be a readable file of UTF-8 text; got {path}: {error}. Mend the file") from error
+    # Not splitlines(): JSON strings may hold U+2028 and its like as they are.
+    for number, line in enumerate(text.split("\n")):
         if not line.strip():
             continue
         try:
@@ -87,7 +92,7 @@ def _load_parquet(path: Path, field: str) -> list[dict[str, Any]]:
 
 
 class Prompts:
-    """Rendered, length-checked rows of one source."""
+    """Rendered, length-checked rows of one source. A row that the chat format cannot express is a DataError."""
 
     def __init__(
         self,
@@ -102,10 +107,15 @@ class Prompts:
     ) -> None:
         self.items: list[dict[str, Any]] = []
         self.num_dropped = 0
+        image = renderer.special(CONTENT_IMAGE)
         for number, row in enumerate(rows):
-            prompt = row[prompt_key]
-            messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else list(prompt)
-            if len(renderer.render(messages, effort=effort)) > max_prompt_length:
+            messages, ids = _rendered(row[prompt_key], renderer, effort, f"row {number}, column {prompt_key!r}")
+            if image in ids:
+                raise DataError(
+                    f"row {number}, column {prompt_key!r}: a prompt must be text; got an image, which is not trained "
+                    "on yet. Leave the row out"
+                )
+            if len(ids) > max_prompt_length:
                 self.num_dropped += 1
                 continue
             extras = {key: value for key, value in row.items() if key != prompt_key} | {"answer": row[answer_key]}
@@ -114,6 +124,16 @@ class Prompts:
 
     def __len__(self) -> int:
         return len(self.items)
+
+
+def _rendered(prompt: Any, renderer: Renderer, effort: float, where: str) -> tuple[list[dict[str, Any]], list[int]]:
+    messages = [{"role": "user", "content": prompt}] if isinstance(prompt, str) else prompt
+    if not (isinstance(messages, list) and messages and all(isinstance(message, dict) for message in messages)):
+        raise DataError(f"{where}: a prompt must be text or a list of messages; got {str(prompt)[:80]!r}. Correct it")
+    try:
+        return messages, renderer.render(messages, effort=effort)
+    except (ValueError, TypeError, AttributeError) as error:
+        raise DataError(f"{where}: messages must be those of the chat format; {error}. Correct them") from error
 
 
 class Batches:

@@ -49,14 +49,42 @@ def test_builtin_and_files(tmp_path: Path) -> None:
         ('{"prompt": "1+1", "answer": "2"}\n{"prompt": "3"}\n', r"row 1 of"),
         ("[1]\n", r"line 1 of .* is '\[1\]'"),
         ("no json", r"data.train must have one JSON object a line; line 1"),
+        (b"\xff\xfe", r"data.train must be a readable file of UTF-8 text"),
     ],
 )
-def test_files_that_cannot_be_used(tmp_path: Path, content: str | None, message: str) -> None:
+def test_files_that_cannot_be_used(tmp_path: Path, content: str | bytes | None, message: str) -> None:
     path = tmp_path / "data.jsonl"
     if content is not None:
-        path.write_text(content)
+        path.write_bytes(content.encode() if isinstance(content, str) else content)
     with pytest.raises(DataError, match=message):
         read_rows(str(path), "prompt", "answer", "data.train")
+
+
+def test_separators_that_json_allows_inside_text_split_no_line(tmp_path: Path) -> None:
+    rows = [{"prompt": "a\u2028b\x85c\x0bd", "answer": "1"}]
+    path = tmp_path / "data.jsonl"
+    path.write_bytes("".join(json.dumps(row, ensure_ascii=False) + "\r\n" for row in rows).encode())
+    assert read_rows(str(path), "prompt", "answer", "data.train") == rows
+
+
+@pytest.mark.parametrize(
+    ("prompt", "message"),
+    [
+        (5, r"row 0, column 'q': a prompt must be text or a list of messages; got '5'"),
+        ([], "a prompt must be text or a list of messages"),
+        (["hello"], "a prompt must be text or a list of messages"),
+        ({"role": "user"}, "a prompt must be text or a list of messages"),
+        ([{"role": "wizard", "content": "x"}], r"row 0, column 'q': messages must be .*wizard"),
+        ([{"role": "user", "content": 5}], "messages must be those of the chat format"),
+        ([{"role": "user", "content": [{"type": "image_url"}]}], "must be text; got an image"),
+    ],
+)
+def test_prompts_that_cannot_be_rendered_are_named(renderer: Renderer, prompt: object, message: str) -> None:
+    with pytest.raises(DataError, match=message):
+        Prompts(
+            [{"q": prompt, "a": "2"}], renderer, prompt_key="q", answer_key="a", effort=0.2, environment="arithmetic",
+            max_prompt_length=64,
+        )  # fmt: skip
 
 
 def test_prompts_are_rendered_and_long_ones_counted(renderer: Renderer) -> None:
