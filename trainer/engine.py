@@ -170,6 +170,8 @@ def _listener(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
+        # At once: until somebody listens, a second run could bind the same port too, and fail a minute later.
+        listener.listen()
     except OSError as error:
         listener.close()
         raise PortError(

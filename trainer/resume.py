@@ -10,17 +10,19 @@ has the name of a finished one, and the state is readable without unpickling.
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from inkling_rl.recipe import Recipe
 from trainer.probe import Probe
 
 LATEST = "latest"
+LOCK_FILE = ".lock"
 STATE_FILE = "run.json"
 PREFIX = "step-"
 
@@ -49,17 +51,38 @@ class RunState:
     probe: Probe | None
 
 
+def lock(directory: Path) -> IO[str]:
+    """Takes a run directory for this process. The lock ends with the returned file, or with the process.
+
+    Raises:
+        ResumeError: another process holds it; two that write one run would mix their checkpoints and metrics.
+    """
+    file = (directory / LOCK_FILE).open("a")
+    try:
+        fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        file.close()
+        raise ResumeError(
+            f"{directory} must not be in use; another process is training in it. Wait for its end, or end it"
+        ) from error
+    return file
+
+
 def identity_of(recipe: Recipe) -> dict[str, Any]:
     """Recipe fields that must not change when a run is continued, by dotted path."""
     return {
         "model.path": recipe.model.path,
         "lora.rank": recipe.lora.rank,
+        "lora.alpha": recipe.lora.alpha,
         "lora.targets": sorted(recipe.lora.targets),
         "trainer.seed": recipe.trainer.seed,
         "trainer.train_batch_size": recipe.trainer.train_batch_size,
         "trainer.zero_stage": recipe.trainer.zero_stage,
         "trainer.num_gpus_per_node x trainer.num_nodes": recipe.trainer.num_gpus_per_node * recipe.trainer.num_nodes,
         "data.train": recipe.data.train,
+        "data.prompt_key": recipe.data.prompt_key,
+        "data.max_prompt_length": recipe.data.max_prompt_length,
+        "data.shuffle": recipe.data.shuffle,
     }
 
 
@@ -70,7 +93,7 @@ def check_identity(state: RunState, recipe: Recipe) -> None:
         ResumeError: the first such field.
     """
     for path, now in identity_of(recipe).items():
-        if state.identity[path] != now:
+        if state.identity.get(path, now) != now:
             raise ResumeError(
                 f"{path} must be {state.identity[path]!r}, as in the run that is continued; got {now!r}. "
                 "Put it back, or start a new run"

@@ -68,10 +68,11 @@ def _load(path: str) -> type[BaseTextEnv]:
     module_name, _, class_name = path.partition(":")
     try:
         kind = getattr(importlib.import_module(module_name), class_name)
-    except (ImportError, AttributeError) as error:
+    except Exception as error:  # a user's module runs here, and it may raise anything
+        trace = "" if isinstance(error, ImportError | AttributeError) else "\n" + _trace(error)
         raise EnvironmentNameError(
-            f"environment.name must be an importable package.module:Class; got {path!r} ({error}). Install the package "
-            "or put its folder on PYTHONPATH"
+            f"environment.name must be an importable package.module:Class; got {path!r} ({type(error).__name__}: "
+            f"{error}). Install the package, put its folder on PYTHONPATH, or mend the module{trace}"
         ) from error
     if not (isinstance(kind, type) and issubclass(kind, BaseTextEnv)):
         raise EnvironmentNameError(
@@ -118,9 +119,12 @@ def _failure(
     name: str, where: str, row: Mapping[str, Any], error: Exception, action: str | None = None
 ) -> EnvironmentFailedError:
     shown = json.dumps(row, default=repr, ensure_ascii=False)
-    trace = "".join(traceback.format_exception(error)).rstrip()
     said = "" if action is None else f"\ncompletion: {action[:400]!r}"
     return EnvironmentFailedError(
         f"environment {name}: {where} must not raise; got {type(error).__name__}: {error}. Mend the environment or the "
-        f"row\nrow: {shown[:1000]}{said}\n{trace}"
+        f"row\nrow: {shown[:1000]}{said}\n{_trace(error)}"
     )
+
+
+def _trace(error: Exception) -> str:
+    return "".join(traceback.format_exception(error)).rstrip()

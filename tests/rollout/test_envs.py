@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -109,3 +110,10 @@ def test_a_row_without_an_answer_fails_with_the_row() -> None:
 def test_a_name_that_leads_nowhere_is_refused(name: str, message: str) -> None:
     with pytest.raises(EnvironmentNameError, match=message):
         register_environments(name)
+
+
+def test_a_module_that_raises_is_named_with_its_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "broken_env.py").write_text("limit = 1 / 0\n")
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(EnvironmentNameError, match=r"(?s)'broken_env:Env' \(ZeroDivisionError.*broken_env\.py.*line 1"):
+        register_environments("broken_env:Env")

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from trainer.engine import HOST, EngineError, EngineProcess, PortError, group_members, visible_gpus
+from trainer.engine import HOST, EngineError, EngineProcess, PortError, _listener, group_members, visible_gpus
 
 
 def test_a_busy_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
@@ -23,6 +23,11 @@ def test_a_busy_port_is_refused_before_anything_starts(tmp_path: Path) -> None:
         with pytest.raises(PortError, match=rf"rollout.port must be a free port; got {port}"):
             EngineProcess({}, port=port, log=tmp_path / "engine.log")
     assert not (tmp_path / "engine.log").exists()
+
+
+def test_a_port_of_an_engine_that_still_starts_is_busy_too() -> None:
+    with _listener(0) as starting, pytest.raises(PortError, match=r"rollout\.port must be a free port"):
+        _listener(starting.getsockname()[1])
 
 
 @pytest.mark.slow  # vLLM's parser comes after vLLM's imports

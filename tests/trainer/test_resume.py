@@ -16,6 +16,7 @@ from trainer.resume import (
     RunState,
     check_identity,
     identity_of,
+    lock,
     read_state,
 )
 
@@ -66,6 +67,21 @@ def test_a_recipe_that_means_something_else_is_refused(recipes: Recipes) -> None
         check_identity(saved, recipes(lora={"rank": 16}))
     with pytest.raises(ResumeError, match=r"trainer\.seed"):
         check_identity(saved, recipes(trainer={"seed": 1}))
+    # alpha scales the saved factors: with another one the same tensors are another policy.
+    with pytest.raises(ResumeError, match=r"lora\.alpha"):
+        check_identity(saved, recipes(lora={"alpha": 1.0}))
+    # The rest decide which row a cursor points at.
+    for change in ({"shuffle": False}, {"max_prompt_length": 7}, {"prompt_key": "question"}):
+        with pytest.raises(ResumeError, match=rf"data\.{next(iter(change))}"):
+            check_identity(saved, recipes(data=change))
+
+
+def test_one_process_at_a_time_holds_a_run(tmp_path: Path) -> None:
+    held = lock(tmp_path)
+    with pytest.raises(ResumeError, match="must not be in use; another process is training in it"):
+        lock(tmp_path)
+    held.close()
+    lock(tmp_path).close()
 
 
 def test_the_probe_compares_changes() -> None:
