@@ -82,6 +82,7 @@ class Loop(RayPPOTrainer):
         self.progress = progress
         self.checkpoints = Checkpoints(run_dir / "checkpoints", recipe.checkpoint.max_to_keep)
         self._staged: Path | None = None
+        self._is_first_batch = False  # whether the batch being trained on was sampled by the probe's first version
         self._mask: list[list[int]] = []
         super().__init__(train_dataset=train, eval_dataset=None, **skyrl)
         if heldout is not None:
@@ -117,6 +118,7 @@ class Loop(RayPPOTrainer):
         publisher = self.dispatch.publisher
         if self.recipe.sync.probe and publisher.probe is None:
             await publisher.start_probe(*await self._probe_sequences())
+            self._is_first_batch = True
         output = await super().generate(input_batch)
         self._mask = [list(mask) for mask in output["loss_masks"]]
         self._record_rollout(self.generator.samples)
@@ -181,6 +183,11 @@ class Loop(RayPPOTrainer):
                 f"sync.max_abs_logprob_diff = {limit:g}; got {difference:.3g}. Engine and trainer do not compute the "
                 "same model: run `inkling-rl verify` on the checkpoint"
             )
+        if self._is_first_batch and self.dispatch.publisher.probe is not None:
+            # Thousands of tokens where the probe has hundreds: in bfloat16 a few of them make most of the mean.
+            probe = self.dispatch.publisher.probe
+            probe.mismatch = max(probe.mismatch, difference)
+            self._is_first_batch = False
         return training_input
 
     async def eval(self, vllm_metrics_scraper: Any = None) -> dict[str, float]:

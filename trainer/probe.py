@@ -22,7 +22,7 @@ class Probe:
 
     prompt_lengths: list[int]
     mismatch: float = 0.0
-    """Mean |engine - trainer| log-probability of step 0."""
+    """Mean |engine - trainer| log-probability of step 0: the larger one of the probe's and of the first rollouts'."""
 
     engine: list[float] = field(default_factory=list)
     trainer: list[float] = field(default_factory=list)

@@ -31,6 +31,7 @@ from trainer.resume import Checkpoints, check_identity, read_state
 from trainer.vendor import NO_BARS
 
 if TYPE_CHECKING:
+    from trainer.dataset import Prompts
     from trainer.experiment import Experiment
 
 SKYRL_LOG = "skyrl.log"
@@ -153,15 +154,15 @@ class Run:
 
     def _divide_gpus(self) -> None:
         """The engine takes the first GPUs of this node, Ray and the workers the rest."""
-        if installed_device() == "cpu":
-            return
         rollout, trainer = self.recipe.rollout, self.recipe.trainer
-        gpus = visible_gpus()
         if rollout.num_engines > 1 or trainer.num_nodes > 1:
             raise RecipeError(
                 "rollout.placement must be ray for more than one engine or node; got standalone with "
                 f"rollout.num_engines = {rollout.num_engines}, trainer.num_nodes = {trainer.num_nodes}. Set it to ray"
             )
+        if installed_device() == "cpu":
+            return
+        gpus = visible_gpus()
         if len(gpus) < rollout.tensor_parallel_size + trainer.num_gpus_per_node:
             raise RecipeError(
                 "rollout.tensor_parallel_size + trainer.num_gpus_per_node must be at most the "
@@ -193,6 +194,7 @@ class Run:
             is_resumed=resumed_step is not None,
         )
         prompts = load_prompts(self.recipe, tokenizer)
+        self._report_dropped(*prompts)
         if not cluster.is_local(self.recipe):
             cluster.join(cfg)
             _raise_on_signals()
@@ -200,6 +202,12 @@ class Run:
         experiment.connect(self.engine)
         experiment.build(prompts, resumed_step, self.logs / SKYRL_LOG)
         return experiment
+
+    def _report_dropped(self, *sources: Prompts | None) -> None:
+        for field, prompts in zip(("data.train", "data.eval"), sources, strict=True):
+            if prompts is not None and prompts.num_dropped:
+                dropped = f"{prompts.num_dropped} longer than data.max_prompt_length left out"
+                self.progress.line(f"{field}: {len(prompts)} prompts, {dropped}")
 
     def _print_result(self) -> None:
         rows = [json.loads(line) for line in (self.directory / "metrics.jsonl").read_text().splitlines()]

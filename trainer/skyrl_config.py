@@ -97,7 +97,6 @@ def _settings(recipe: Recipe, model_path: Path, run_dir: Path, stop_token_ids: l
         "logprobs": 0,
         "additional_kwargs": {"stop_token_ids": stop_token_ids},
     }
-    steps_per_batch = trainer.train_batch_size // recipe.policy_mini_batch_size
     return {
         "data.train_data": [recipe.data.train],
         "data.val_data": [recipe.data.eval] if recipe.data.eval else [],
@@ -171,7 +170,7 @@ def _settings(recipe: Recipe, model_path: Path, run_dir: Path, stop_token_ids: l
         if algorithm.importance_sampling == "off"
         else algorithm.importance_sampling,
         "trainer.algorithm.off_policy_correction.token_tis_ratio_clip_high": algorithm.importance_sampling_cap,
-    } | {"trainer.update_epochs_per_batch": 1, "trainer.epochs": trainer.num_steps * steps_per_batch}
+    }
 
 
 def _micro_batch(recipe: Recipe) -> int:
