@@ -125,6 +125,8 @@ def verify(
     from rollout.verify import read_prompts
     from rollout.verify import verify as run
 
+    if report and not report.absolute().parent.is_dir():
+        raise typer.BadParameter(f"must be in an existing directory; got {report}", param_hint="--report")
     given = read_prompts(prompts) if prompts else None
     result = run(
         checkpoint, adapter, given, dtype=dtype, num_prompts=num_prompts, max_tokens=max_tokens, tolerance=tolerance
@@ -184,6 +186,11 @@ def main(arguments: Sequence[str] | None = None) -> NoReturn:
         app(arguments)
     except ValueError as error:  # every error of a user's is one; anything else is ours and keeps its traceback
         print(f"error: {error}", file=sys.stderr)
+        sys.exit(2)
+    except OSError as error:
+        if error.filename is None:
+            raise
+        print(f"error: {error.filename} must be usable; got: {error.strerror}. Check the path", file=sys.stderr)
         sys.exit(2)
     sys.exit(0)
 

@@ -215,7 +215,7 @@ def _with_verdict(report: dict[str, Any], tolerance: float | None) -> dict[str, 
 
 
 def _float32_verdict(report: Mapping[str, Any], tolerance: float | None) -> tuple[float, str, list[str]]:
-    limit, reasons = tolerance or FLOAT32_MAX, []
+    limit, reasons = FLOAT32_MAX if tolerance is None else tolerance, []
     largest = [report[part]["max"] for part in ("prompt", "generated", "likeliest")]
     shown = f"max |difference| {max(largest):.1e} (at most {limit:.0e})"
     if not all(value <= limit for value in largest):
@@ -228,7 +228,7 @@ def _float32_verdict(report: Mapping[str, Any], tolerance: float | None) -> tupl
 def _bfloat16_verdict(report: Mapping[str, Any], tolerance: float | None) -> tuple[float, str, list[str]]:
     """Judges generated tokens: rollouts are made of them, and a prompt may hold what no model expects."""
     engine, own, reasons = report["generated"], report["transformers_bfloat16"]["generated"], []
-    limit = tolerance or BFLOAT16_MEAN_RATIO * own["mean"]
+    limit = BFLOAT16_MEAN_RATIO * own["mean"] if tolerance is None else tolerance
     shown = f"mean |difference| {engine['mean']:.1e} (at most {limit:.1e}; transformers' own {own['mean']:.1e})"
     if not engine["mean"] <= limit:
         reasons.append(f"mean |difference| of log-probabilities is {engine['mean']:.3g}, above {limit:.3g}")
@@ -268,9 +268,13 @@ def read_prompts(path: Path) -> list[str]:
     """One prompt a line: plain text, or JSON objects with a string `prompt` (.jsonl).
 
     Raises:
-        VerifyError: a line of a .jsonl file is something else.
+        VerifyError: the file cannot be read, or a line of a .jsonl file is something else.
     """
-    lines = [line for line in path.read_text().splitlines() if line.strip()]
+    try:
+        text = path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise VerifyError(f"prompts must be a readable file of UTF-8 text; got {path}: {error}. Check it") from error
+    lines = [line for line in text.split("\n") if line.strip()]
     if path.suffix != ".jsonl":
         return lines
     prompts = []

@@ -348,7 +348,13 @@ def _ordinary_dtype(config: Config) -> str:
 
 
 def _get(section: Config, key: str, where: str = "text_config") -> Any:
+    path = f"{where}.{key}" if where else key
     if key not in section:
-        path = f"{where}.{key}" if where else key
         raise CheckpointError(f"config.json:{path} must be set; got nothing. Copy it from the model's config")
+    value, is_list = section[key], key in ("layer_types", "dspark_target_layer_ids")
+    if not (isinstance(value, list) if is_list else type(value) in (int, float) and value > 0):
+        raise CheckpointError(
+            f"config.json:{path} must be {'a list' if is_list else 'a number above 0'}; got {value!r}. "
+            "Copy it from the model's config"
+        )
     return section[key]

@@ -39,6 +39,8 @@ def test_commands_and_options_are_frozen() -> None:
         (["train", "quickstart.yaml", "--resume", "x"], "give a recipe or --resume RUN"),
         (["train", "--resume", "no-such-run"], "holds no recipe.yaml"),
         (["init", "somewhere", "--pretrain", "chess"], "must be arithmetic; got chess"),
+        (["init", "/proc/no/such/place"], "must be usable; got: No such file or directory"),
+        (["verify", "x", "--report", "/proc/no/such/place.json"], "must be in an existing directory"),
         (["serve"], "give a checkpoint or --recipe"),
         (["serve", "x", "--adapter", "y"], "must be NAME=DIR"),
         (["serve", "x", "--vllm-args", "[1]"], "must be a JSON object"),

@@ -107,6 +107,11 @@ def test_configs_that_decide_no_shape_are_refused() -> None:
     del incomplete["text_config"]["d_rel"]
     with pytest.raises(CheckpointError, match=r"config.json:text_config.d_rel must be set"):
         layout.text_tensors(incomplete)
+    for wrong in ("six", None, -1, True, [6]):
+        with pytest.raises(CheckpointError, match=r"text_config\.num_hidden_layers must be a number above 0; got"):
+            layout.expert_formats(None, changed(num_hidden_layers=wrong))
+    with pytest.raises(CheckpointError, match=r"text_config\.layer_types must be a list; got 6"):
+        layout.text_tensors(changed(layer_types=6))
     with pytest.raises(CheckpointError, match=r"dtype must be bfloat16 or float32; got 'float16'"):
         layout.text_tensors(tiny_config() | {"dtype": "float16"})
     with pytest.raises(CheckpointError, match=r"w2_weight must have a multiple of 16 columns"):

@@ -67,6 +67,10 @@ def test_bfloat16_is_measured_by_transformers_own() -> None:
     assert not verdict("bfloat16", generated=part(float("nan")), **own)["ok"]
 
 
+def test_a_tolerance_of_zero_is_no_tolerance() -> None:
+    assert verdict("float32", 0.0)["tolerance"] == 0.0
+
+
 def test_changes_are_compared_at_the_real_tokens() -> None:
     change = Change()
     adapted, base = torch.tensor([[-1.0, -3.0], [0.0, 0.0]]), torch.tensor([[-1.0, -2.5], [0.0, 0.0]])
@@ -144,6 +148,7 @@ def test_the_command_answers_bad_input_with_status_2(run: Run, tmp_path: Path, c
     for arguments, message in (
         ([str(tmp_path)], "must be a checkpoint directory"),
         ([str(run.base), "--adapter", str(tmp_path)], "must hold adapter_config.json"),
+        ([str(run.base), "--prompts", str(tmp_path / "absent.txt")], "must be a readable file of UTF-8 text"),
         ([str(run.base), "--prompts", str(tmp_path / "p.jsonl")], "p.jsonl:2 must be a JSON object with `prompt`"),
     ):
         with pytest.raises(SystemExit) as exit_:
