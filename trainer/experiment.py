@@ -12,6 +12,7 @@ from typing import Any
 
 from skyrl.train.entrypoints.main_base import BasePPOExp
 
+from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.recipe import Recipe
 from trainer import cluster, logs
 from trainer.client import EngineClient
@@ -24,10 +25,21 @@ from trainer.tracker import Tracker
 
 
 def load_tokenizer(model_path: Path, effort: float) -> ChatTokenizer:
-    """The checkpoint's tokenizer under the renderer's chat format."""
+    """The checkpoint's tokenizer under the renderer's chat format.
+
+    Raises:
+        CheckpointError: it is missing or cannot be read.
+    """
     from transformers import PreTrainedTokenizerFast
 
-    return ChatTokenizer(PreTrainedTokenizerFast.from_pretrained(str(model_path)), effort)
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_path))
+    except Exception as error:  # whatever the tokenizers library raises, it is about these files
+        raise CheckpointError(
+            f"{model_path}/tokenizer.json must be a readable tokenizer; got: {str(error).splitlines()[0][:200]}. "
+            "Copy the checkpoint again"
+        ) from error
+    return ChatTokenizer(tokenizer, effort)
 
 
 def load_prompts(recipe: Recipe, tokenizer: ChatTokenizer) -> tuple[Prompts, Prompts | None]:

@@ -39,6 +39,8 @@ def root_cause(log: str) -> str | None:
 
 def advice(cause: str, kv_cache_gib: float | None, max_model_len: int) -> str | None:
     """What to do about causes that have a recipe field."""
+    if "memory for kv" in cause:
+        return "rollout.kv_cache_gib must fit into the free memory. Lower it, or end other programs"
     if "KV cache" in cause or "kv_cache" in cause or "No available memory for the cache" in cause:
         given = "the default" if kv_cache_gib is None else f"{kv_cache_gib:g}"
         return (
@@ -94,6 +96,8 @@ def explain(
         cause = root_cause(log)
         said = [f"cause: {cause}"] if cause else []
         return "\n".join([f"a trainer worker is gone: {first}", *said, *_tail(log, logs / WORKER_LOG)])
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename} must be usable; got: {error.strerror}. Check the path, its permissions and the disk"
     if isinstance(error, ValueError) or type(error).__module__.startswith(("trainer", "rollout", "lora", "inkling_rl")):
         return str(error)
     return "".join(traceback.format_exception(error)[-6:]).rstrip()

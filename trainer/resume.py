@@ -117,14 +117,14 @@ class Checkpoints:
 
     def commit(self, staging: Path, state: RunState) -> Path:
         """Names a complete checkpoint, points `latest` at it and deletes the oldest beyond `max_to_keep`."""
-        _write(staging / STATE_FILE, json.dumps(asdict(state), indent=1))
+        write_atomically(staging / STATE_FILE, json.dumps(asdict(state), indent=1))
         final = self.directory / f"{PREFIX}{state.step}"
         shutil.rmtree(final, ignore_errors=True)
         for part in staging.rglob("*"):
             if part.is_file():
                 _sync(part)
         os.rename(staging, final)
-        _write(self.directory / LATEST, final.name + "\n")
+        write_atomically(self.directory / LATEST, final.name + "\n")
         _sync(self.directory)
         for old in self.steps()[: -self.max_to_keep]:
             shutil.rmtree(self.directory / f"{PREFIX}{old}")
@@ -158,7 +158,8 @@ def read_state(checkpoint: Path) -> RunState:
     return RunState(step=content["step"], identity=content["identity"], cursor=content["cursor"], probe=probe)
 
 
-def _write(path: Path, text: str) -> None:
+def write_atomically(path: Path, text: str) -> None:
+    """A file that holds the old text or the new one, whenever this process is killed."""
     partial = path.with_name(f".{path.name}.partial")
     partial.write_text(text)
     _sync(partial)

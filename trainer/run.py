@@ -19,15 +19,15 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING, Any
 
 from inkling_rl import metrics
-from inkling_rl.engine_args import engine_arguments, installed_device
+from inkling_rl.engine_args import check_memory, engine_arguments, installed_device
 from inkling_rl.recipe import Recipe, RecipeError, dump
 from trainer.engine import SERVER_ARGUMENTS, EngineProcess, visible_gpus
 from trainer.failure import ENGINE_LOG, WORKER_LOG, explain
 from trainer.progress import Progress
-from trainer.resume import Checkpoints, check_identity, read_state
+from trainer.resume import Checkpoints, check_identity, lock, read_state, write_atomically
 from trainer.vendor import NO_BARS
 
 if TYPE_CHECKING:
@@ -71,10 +71,10 @@ def train(recipe: Recipe, resume: Path | None = None, *, name: str = "train") ->
             with _uninterrupted():
                 progress.stop()
                 run.close()
-    if status == 2:
+    if status == 2 or status > 128:
         run.discard()
-    print(message, flush=True)
-    if (run.directory / "checkpoints" / "latest").is_file():
+    print(message, file=sys.stderr, flush=True)
+    if run.lock is not None and (run.directory / "checkpoints" / "latest").is_file():
         print(f"continue with: inkling-rl train --resume {run.directory}", flush=True)
     return status
 
@@ -92,6 +92,7 @@ class Run:
         self.engine: EngineProcess | None = None
         self.engine_gpus: list[str] | None = None
         self.is_new = False  # whether the directory was made by this call
+        self.lock: IO[str] | None = None
 
     def execute(self) -> None:
         """The whole run. Raises whatever ends it early."""
@@ -122,31 +123,44 @@ class Run:
             The step to continue from, None for a new run.
         """
         if self.resume is not None:
+            self.lock = lock(self.directory)
             checkpoint = Checkpoints(self.directory / "checkpoints", self.recipe.checkpoint.max_to_keep).latest()
-            shutil.rmtree(self.directory / "adapters", ignore_errors=True)
             state = read_state(checkpoint)
             check_identity(state, self.recipe)
+            shutil.rmtree(self.directory / "adapters", ignore_errors=True)
             step = state.step
             self.progress.line(f"run: {self.directory}, continuing after step {step}")
             self.logs = self.directory / "logs" / f"resumed-{step}-{time.strftime('%Y%m%d-%H%M%S')}"
-        elif self.directory.exists():
-            raise RecipeError(
-                f"logging.run_name must be a new directory below logging.runs_dir; got {self.directory}, which exists. "
-                f"Choose another, or continue it with --resume {self.directory}"
-            )
         else:
             step = None
-            self.is_new = True
+            self._make_directory()
             self.progress.line(f"run: {self.directory}")
         self.logs.mkdir(parents=True, exist_ok=True)
-        (self.directory / "recipe.yaml").write_text(dump(self.recipe))
+        write_atomically(self.directory / "recipe.yaml", dump(self.recipe))
         return step
+
+    def _make_directory(self) -> None:
+        try:
+            self.directory.mkdir(parents=True)  # made, not found: of two runs that start together one gets it
+        except OSError as error:
+            if self.directory.exists():
+                raise RecipeError(
+                    f"logging.run_name must be a new directory below logging.runs_dir; got {self.directory}, which "
+                    f"exists. Choose another, or continue it with --resume {self.directory}"
+                ) from error
+            raise RecipeError(
+                f"logging.runs_dir must be a directory that can be written; got {self.recipe.logging.runs_dir} "
+                f"({error.strerror}). Set another"
+            ) from error
+        self.is_new = True
+        self.lock = lock(self.directory)
 
     def _start_engine(self, model_path: Path) -> None:
         if self.recipe.rollout.placement != "standalone":
             return
         self._divide_gpus()
         arguments = engine_arguments(self.recipe, model=str(model_path)) | SERVER_ARGUMENTS
+        check_memory(arguments)
         self.engine = EngineProcess(
             arguments, port=self.recipe.rollout.port, log=self.logs / ENGINE_LOG, gpus=self.engine_gpus
         )
@@ -173,8 +187,11 @@ class Run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rollout.tensor_parallel_size :])
 
     def _start_trainer(self, model_path: Path, resumed_step: int | None) -> Experiment:
+        from inkling_rl.checkpoint.reader import Checkpoint
         from trainer import cluster, logs, vendor
 
+        # While the engine starts: what it and the workers would find half a minute later.
+        Checkpoint.open(model_path).check()
         logs.ours_to(self.progress)
         vendor.prepare()
         if cluster.is_local(self.recipe):
@@ -244,6 +261,7 @@ class Run:
 
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+IGNORED: set[signal.Signals] = set()
 
 
 def _raise(number: int, frame: Any) -> None:
@@ -252,13 +270,15 @@ def _raise(number: int, frame: Any) -> None:
 
 def _raise_on_signals() -> None:
     for number in SIGNALS:
-        signal.signal(number, _raise)
+        signal.signal(number, signal.SIG_IGN if number in IGNORED else _raise)
 
 
 @contextmanager
 def _interrupts() -> Iterator[None]:
     """Inside, the signals that end a program raise `Interrupted` in the main thread, wherever it is."""
     before = {number: signal.getsignal(number) for number in SIGNALS}
+    if before[signal.SIGHUP] is signal.SIG_IGN:
+        IGNORED.add(signal.SIGHUP)  # nohup: the run is to outlive its terminal
     _raise_on_signals()
     try:
         yield

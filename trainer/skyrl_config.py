@@ -37,6 +37,10 @@ UNSUPPORTED: dict[str, Any] = {
     "trainer.algorithm.use_kl_in_reward": False,
     "trainer.algorithm.use_entropy_loss": False,
     "trainer.algorithm.enable_sample_support_replay": False,
+    # A step would be made of several batches, of which seeds, samples and the mismatch know only the last.
+    "trainer.algorithm.dynamic_sampling.type": None,
+    "trainer.hf_save_interval": -1,
+    "trainer.resume_mode": "latest",
     "trainer.placement.colocate_all": False,
     "trainer.fully_async.enabled": False,
     "trainer.mtp.enabled": False,

@@ -45,6 +45,13 @@ def test_an_engine_without_memory(tmp_path: Path) -> None:
     assert lines[-1].startswith("RuntimeError") and len(lines) < 25
 
 
+def test_a_cache_larger_than_the_memory(tmp_path: Path) -> None:
+    log = "ValueError: Available memory on node 0 (15.4/23.5 GiB) is less than requested memory for kv (500.0 GiB).\n"
+    (tmp_path / ENGINE_LOG).write_text(log)
+    message = explain(EngineError("the engine must start"), tmp_path, kv_cache_gib=500.0, max_model_len=64)
+    assert "rollout.kv_cache_gib must fit into the free memory. Lower it" in message
+
+
 def test_an_engine_that_was_killed(tmp_path: Path) -> None:
     assert "ended by SIGKILL from outside" in explain(EngineError("x"), tmp_path, ended_by="SIGKILL")
     (tmp_path / ENGINE_LOG).write_text("engine core exited unexpectedly\n")
@@ -61,5 +68,9 @@ def test_errors_of_users_and_of_ours(tmp_path: Path) -> None:
         assert "KeyError: 'missing'" in explain(error, tmp_path) and "test_failure.py" in explain(error, tmp_path)
     inner = ray.exceptions.RayTaskError("init_model", "remote traceback", ValueError("lora.rank must be 8; got 9"))
     assert explain(inner, tmp_path) == "lora.rank must be 8; got 9"
+    try:
+        (tmp_path / "absent" / "file").write_text("")
+    except OSError as error:
+        assert "absent/file must be usable; got: No such file or directory" in explain(error, tmp_path)
     gone = ray.exceptions.ActorDiedError()
     assert explain(gone, tmp_path).startswith("a trainer worker is gone: ")

@@ -71,6 +71,53 @@ def test_escape_hatch_is_merged_last_and_checked(recipes: Recipes) -> None:
         build(recipes(trainer={"skyrl_args": {"trainer.no_such_key": 1}}))
 
 
+def test_what_a_recipe_field_decides_cannot_be_set_twice(recipes: Recipes) -> None:
+    """Every key of SkyRL's that follows from the recipe is refused in the escape hatch, not overridden in silence."""
+    from trainer import skyrl_config
+
+    one = recipes()
+    other = recipes(
+        data={"train": "o.jsonl", "eval": "e.jsonl", "max_prompt_length": 33},
+        environment={"name": "gsm8k", "max_turns": 2},
+        rollout={"dtype": "bfloat16", "max_generate_length": 9, "temperature": 0.5, "max_num_seqs": 3},
+        trainer={
+            "seed": 5, "num_steps": 7, "train_batch_size": 9, "micro_batch_size_per_gpu": 2, "learning_rate": 0.5,
+            "lr_scheduler": "linear", "num_warmup_steps": 3, "eval_interval": 3, "eval_batch_size": 5,
+            "gradient_checkpointing": True,
+        },
+        lora={"rank": 16, "alpha": 3.0},
+        algorithm={
+            "n_samples_per_prompt": 2, "advantage_estimator": "rloo", "policy_loss": "gspo", "eps_clip_low": 0.1,
+            "eps_clip_high": 0.1, "loss_reduction": "sequence_mean", "normalize_by_std": False,
+            "importance_sampling": "off", "importance_sampling_cap": 9.0,
+        },
+        logging={"project_name": "p"},
+        checkpoint={"interval": 1, "max_to_keep": 1},
+    )  # fmt: skip
+    first, second = (
+        skyrl_config._settings(recipe, Path(f"m{n}"), Path(f"r{n}"), [7])
+        | skyrl_config._engine(recipe, Path(f"m{n}"), "http://h:1")
+        for n, recipe in enumerate((one, other))
+    )
+    changed = {key for key in first if first[key] != second[key]} - {"trainer.recipe"}
+    assert len(changed) > 30
+    for key in sorted(changed):
+        with pytest.raises(ValueError, match="must not be set"):
+            recipes(trainer={"skyrl_args": {key: first[key]}})
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [("trainer.algorithm.dynamic_sampling.type", "filter"), ("trainer.hf_save_interval", 2)],
+)
+def test_what_this_trainer_has_not_is_refused_at_the_start(recipes: Recipes, key: str, value: object) -> None:
+    from trainer import skyrl_config
+
+    build(recipes(trainer={"skyrl_args": {key: skyrl_config.UNSUPPORTED[key]}}))
+    with pytest.raises(RecipeError, match=rf"trainer\.skyrl_args\.{key} must be .*; got"):
+        build(recipes(trainer={"skyrl_args": {key: value}}))
+
+
 def test_the_driver_imports_no_vllm_and_its_root_nothing_heavy() -> None:
     code = (
         "import sys, trainer.run; assert not {'torch', 'ray', 'skyrl', 'vllm', 'tqdm'} & sys.modules.keys()\n"
