@@ -43,15 +43,23 @@ def sources() -> Iterator[Path]:
 
 
 def imports(path: Path) -> Iterator[tuple[str, int]]:
-    """Top-level names of all imports of a file, those inside functions and `importlib.import_module("...")` included."""
+    """Top-level names of all imports of a file: those inside functions and by `import_module("...")` included."""
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Import):
             yield from ((alias.name.split(".")[0], node.lineno) for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module and node.level == 0:
             yield node.module.split(".")[0], node.lineno
-        elif isinstance(node, ast.Call) and ast.unparse(node.func).endswith("import_module") and node.args:
-            if isinstance(node.args[0], ast.Constant) and isinstance(node.args[0].value, str):
-                yield node.args[0].value.split(".")[0], node.lineno
+        elif isinstance(node, ast.Call) and (name := _imported_by_call(node)):
+            yield name, node.lineno
+
+
+def _imported_by_call(call: ast.Call) -> str | None:
+    if not ast.unparse(call.func).endswith("import_module") or not call.args:
+        return None
+    argument = call.args[0]
+    return (
+        argument.value.split(".")[0] if isinstance(argument, ast.Constant) and isinstance(argument.value, str) else None
+    )
 
 
 def test_packages_import_only_what_lies_below_them() -> None:
@@ -92,9 +100,7 @@ def test_the_driver_can_be_imported_without_vllm() -> None:
         "import sys; from trainer.vendor import prepare; prepare(); import trainer.run, trainer.experiment; "
         "print('vllm' in sys.modules)"
     )
-    result = subprocess.run(
-        [sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=ROOT
-    )
+    result = subprocess.run([sys.executable, "-c", program], check=False, capture_output=True, text=True, cwd=ROOT)
     assert result.returncode == 0, result.stderr[-2000:]
     assert result.stdout.split()[-1] == "False"
 
