@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from inkling_rl.recipe import Recipe, RecipeError, dump, fields, load
-from inkling_rl.recipe.schema import (
+from inkling_rl.recipe.hatches import (
     DEEPSPEED_ARGS_SET_BY_RECIPE,
     SKYRL_ARGS_SET_BY_RECIPE,
     VLLM_ARGS_SET_BY_RECIPE,
