@@ -62,11 +62,13 @@ def train(recipe: Recipe, resume: Path | None = None, *, name: str = "train") ->
         try:
             run.execute()
             return 0
-        except Interrupted as interruption:
-            status, message = 128 + interruption.number, f"interrupted by {interruption}"
-        except Exception as error:  # the outermost frame: whatever it is, it is shown and everything is ended
-            status = 2 if isinstance(error, ValueError) else 1
-            message = "error: " + run.explain(error)
+        except (Exception, Interrupted) as error:  # the outermost frame: it is shown and everything is ended
+            # Asked of the signals and not of the error: C code of Ray's makes a SystemError of an `Interrupted`.
+            if RECEIVED:
+                status, message = 128 + RECEIVED[0], f"interrupted by {signal.Signals(RECEIVED[0]).name}"
+            else:
+                status = 2 if isinstance(error, ValueError) else 1
+                message = "error: " + run.explain(error)
         finally:
             with _uninterrupted():
                 progress.stop()
@@ -262,9 +264,11 @@ class Run:
 
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 IGNORED: set[signal.Signals] = set()
+RECEIVED: list[int] = []  # signals that are ending the run, in order
 
 
 def _raise(number: int, frame: Any) -> None:
+    RECEIVED.append(number)
     raise Interrupted(number)
 
 
@@ -276,6 +280,7 @@ def _raise_on_signals() -> None:
 @contextmanager
 def _interrupts() -> Iterator[None]:
     """Inside, the signals that end a program raise `Interrupted` in the main thread, wherever it is."""
+    RECEIVED.clear()
     before = {number: signal.getsignal(number) for number in SIGNALS}
     if before[signal.SIGHUP] is signal.SIG_IGN:
         IGNORED.add(signal.SIGHUP)  # nohup: the run is to outlive its terminal

@@ -72,6 +72,22 @@ def test_a_run_interrupted_before_it_recorded_anything_leaves_nothing(
     assert not (tmp_path / "one").exists()
 
 
+def test_an_interrupt_that_c_code_turns_into_an_error_is_an_interrupt(
+    named: Recipe, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
+    """As Ray's `get` does: `SystemError: <class 'Interrupted'> returned a result with an exception set`."""
+
+    def raised_in_c(self: Run, path: Path) -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGINT)
+        except Interrupted as interruption:
+            raise SystemError("returned a result with an exception set") from interruption
+
+    monkeypatch.setattr(Run, "_start_engine", raised_in_c)
+    assert train(named) == 128 + signal.SIGINT
+    assert capfd.readouterr().err == "interrupted by SIGINT\n"
+
+
 @pytest.fixture
 def hang_up() -> Iterator[None]:
     before = signal.getsignal(signal.SIGHUP)
