@@ -139,7 +139,8 @@ class Loop(RayPPOTrainer):
             output = await self.inference_engine_client.generate(request)
             await self.inference_engine_client.finish_session(session)
             prompts.append(ids)
-            sequences.append([*ids, *output["response_ids"][0]])
+            # The engine scores a sequence as a prompt, and wants room for one more token behind it.
+            sequences.append([*ids, *output["response_ids"][0]][: self.recipe.rollout.max_model_len - 1])
         return sequences, [len(ids) for ids in prompts]
 
     def _record_rollout(self, samples: list[Any]) -> None:

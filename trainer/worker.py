@@ -62,11 +62,13 @@ class PolicyWorkerCore(PolicyWorkerBase):
         Raises:
             CheckpointError, AdapterError: the model cannot be built from the recipe.
         """
+        from inkling_rl.checkpoint.reader import Checkpoint
+        from lora.base import fingerprint
         from trainer.model import build_policy
 
         recipe = Recipe.model_validate_json(self.cfg.recipe)
         self.recipe = recipe.model_copy(update={"model": recipe.model.model_copy(update={"path": model_path})})
-        self.base_model = recipe.model.path
+        self.base_model, self.base_fingerprint = recipe.model.path, fingerprint(Checkpoint.open(model_path))
         self._seed()
         self.strategy = DeepSpeedStrategy(self.recipe)
         self.strategy.setup_distributed()
@@ -179,6 +181,7 @@ class PolicyWorkerCore(PolicyWorkerBase):
             alpha=lora.alpha,
             targets=lora.targets,
             base_model=self.base_model,
+            fingerprint=self.base_fingerprint,
             dropout=lora.dropout,
         )
         return sum(value.numel() * value.element_size() for value in state.values())

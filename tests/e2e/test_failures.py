@@ -26,6 +26,7 @@ from tests.trainer.conftest import build_recipe
 pytestmark = pytest.mark.timeout(900)
 
 NUM_STEPS = 4
+PROMPT_LENGTH = 40  # of every sum, rendered
 # Metrics that measure time, or the moment.
 CLOCKS = ("timing/", "time/", "tokens/per_second", "sync/seconds", "trajectory_time", "tokens_per_second")
 
@@ -37,8 +38,14 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heldout.write_text("".join(json.dumps({"prompt": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in (100, 250)))
     recipe = build_recipe(
         "builtin:tiny-arithmetic",
-        data={"eval": str(heldout)},
-        rollout={"max_num_seqs": 1, "max_generate_length": 24, "request_timeout": 6.0},
+        data={"eval": str(heldout), "max_prompt_length": PROMPT_LENGTH},
+        # No room behind a completion that runs out of tokens.
+        rollout={
+            "max_num_seqs": 1,
+            "max_generate_length": 24,
+            "max_model_len": PROMPT_LENGTH + 24,
+            "request_timeout": 6.0,
+        },
         trainer={"num_steps": NUM_STEPS, "train_batch_size": 3, "learning_rate": 1e-3, "eval_interval": 2},
         lora={"rank": 8, "targets": ["q", "v"]},
         checkpoint={"interval": 1},

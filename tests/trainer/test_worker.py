@@ -192,6 +192,10 @@ def test_another_number_of_workers_is_refused(build: Any, tmp_path: Path) -> Non
 def test_an_exported_adapter_is_what_plain_peft_loads(build: Any, recipes: Recipes, tmp_path: Path) -> None:
     from peft import PeftModel
 
+    from inkling_rl.checkpoint.reader import Checkpoint
+    from lora.base import fingerprint
+    from lora.files import read_adapter
+    from lora.schema import AdapterError
     from trainer.model import load_base
 
     worker = build()
@@ -200,6 +204,12 @@ def test_an_exported_adapter_is_what_plain_peft_loads(build: Any, recipes: Recip
     written = load_file(tmp_path / "adapter" / "adapter_model.safetensors")
     assert num_bytes == sum(value.numel() * 4 for value in written.values())
     assert json.loads((tmp_path / "adapter" / "adapter_config.json").read_text())["r"] == 8
+    # Whoever is given it with another base of the same shape refuses it.
+    checkpoint = Checkpoint.open(recipes().model.path)
+    assert read_adapter(tmp_path / "adapter", checkpoint.config, fingerprint=fingerprint(checkpoint)).rank == 8
+    other = fingerprint(Checkpoint.open("builtin:tiny-arithmetic"))
+    with pytest.raises(AdapterError, match="base_model_fingerprint must be that of the base model"):
+        read_adapter(tmp_path / "adapter", checkpoint.config, fingerprint=other)
     loaded = PeftModel.from_pretrained(load_base(recipes(), torch.device("cpu")), str(tmp_path / "adapter")).eval()
     ids = batch()["sequences"][:1]
     worker.model.eval()
