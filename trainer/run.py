@@ -89,7 +89,7 @@ class Run:
         self.resume = resume
         self.progress = progress
         run_name = recipe.logging.run_name or f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
-        self.directory = (resume or recipe.logging.runs_dir / run_name).absolute()
+        self.directory = (resume or recipe.logging.runs_dir.expanduser() / run_name).resolve()
         self.logs = self.directory / "logs"
         self.engine: EngineProcess | None = None
         self.engine_gpus: list[str] | None = None

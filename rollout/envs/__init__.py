@@ -111,6 +111,18 @@ def guarded(name: str, kind: type[BaseTextEnv], args: dict[str, Any]) -> type[Ba
                 raise _failure(name, "step", self._row, error, action) from error
             return output
 
+        def get_metrics(self) -> Any:
+            try:
+                return super().get_metrics()
+            except Exception as error:
+                raise _failure(name, "get_metrics", self._row, error) from error
+
+        def close(self) -> Any:
+            try:
+                return super().close()
+            except Exception as error:
+                raise _failure(name, "close", self._row, error) from error
+
     Guarded.__name__ = Guarded.__qualname__ = kind.__name__
     return Guarded
 

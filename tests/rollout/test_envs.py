@@ -43,6 +43,14 @@ class CountingEnv(BaseTextEnv):
         return {"max_turns": max(m["turns"] for m in metrics)}
 
 
+class FailingAtTheEnd(CountingEnv):
+    def get_metrics(self) -> dict[str, float]:
+        raise KeyError("no metrics")
+
+    def close(self) -> None:
+        raise OSError("sandbox is gone")
+
+
 def make(name: str, row: dict[str, Any], args: dict[str, Any] | None = None) -> Any:
     assert register_environments(name, args) == name
     return skyrl_gym.make(name, env_config={}, extras=row)
@@ -91,6 +99,13 @@ def test_a_failure_names_environment_row_and_line(action: str, message: str) -> 
     text = str(caught.value)
     assert message in text and '"row": 41' in text and f"completion: {action!r}" in text
     assert "Traceback" in text and ("test_envs.py" in text) == (action != "nan")
+
+
+@pytest.mark.parametrize(("method", "message"), [("get_metrics", "no metrics"), ("close", "sandbox is gone")])
+def test_failures_after_the_last_step_are_named_too(method: str, message: str) -> None:
+    env = make(f"{HERE}:FailingAtTheEnd", {"answer": 7, "row": 41}, {"bonus": 1})
+    with pytest.raises(EnvironmentFailedError, match=rf"(?s){method} must not raise; got .*{message}.*\"row\": 41"):
+        getattr(env, method)()
 
 
 def test_a_row_without_an_answer_fails_with_the_row() -> None:
