@@ -28,6 +28,8 @@ ENVIRONMENT = {
     "VLLM_LOGGING_LEVEL": "ERROR",
 }
 
+TARGET = 0.6  # of the reference's tokens per second: the issue's bar
+
 
 def write_qwen3_moe(path: Path) -> Path:
     """Random Qwen3-MoE with the tiny Inkling 2's hidden size, layers, experts and vocabulary."""
@@ -108,6 +110,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--model", help="an Inkling 2 checkpoint; a random tiny one unless given")
     parser.add_argument("--reference-kernels", action="store_true", help="torch instead of the C++ kernels")
+    parser.add_argument("--at-least", type=float, help="fail below this ratio (wall clock); 0.6, 0 for torch kernels")
     parser.add_argument("--one", nargs=3, metavar=("PATH", "DTYPE", "REPEATS"), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.one:
@@ -116,9 +119,14 @@ def main() -> None:
         return
     environment = ENVIRONMENT | ({"INKLING_RL_KERNELS": "torch"} if arguments.reference_kernels else {})
     rates = run_all(arguments.model, arguments.repeats, environment)
+    ratios = {}
     for clock in ("wall", "cpu"):
         best = {name: max(by_dtype[clock] for by_dtype in found) for name, found in rates.items()}
-        print(json.dumps({"clock": clock, "ratio_of_faster_dtypes": round(best["inkling2"] / best["qwen3_moe"], 3)}))
+        ratios[clock] = best["inkling2"] / best["qwen3_moe"]
+        print(json.dumps({"clock": clock, "ratio_of_faster_dtypes": round(ratios[clock], 3)}))
+    least = arguments.at_least if arguments.at_least is not None else 0.0 if arguments.reference_kernels else TARGET
+    if ratios["wall"] < least:
+        sys.exit(f"the engine must reach {least:g} of vLLM's own Qwen3-MoE; got {ratios['wall']:.3f}")
 
 
 if __name__ == "__main__":

@@ -46,6 +46,13 @@ def test_the_held_out_score_rises_and_the_adapter_travels(tmp_path: Path) -> Non
     assert plain_peft_score(tmp_path / "run") > held_out[0] + 0.25
 
 
+def test_engine_and_trainer_agree_in_bfloat16(tmp_path: Path) -> None:
+    settings = ["model.dtype=bfloat16", "trainer.num_steps=2", "data.eval=null", "trainer.seed=2"]
+    rows = train(tmp_path, *settings)
+    assert rows[0]["policy_version"] == 0
+    assert 0.0 < rows[0]["mismatch/abs_logprob_diff"] < 5e-3
+
+
 def test_rewards_that_say_nothing_teach_nothing(tmp_path: Path) -> None:
     data = tmp_path / "coin.jsonl"
     rows = [row | {"coin": True} for row in arithmetic.rows("train")]
