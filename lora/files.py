@@ -122,6 +122,7 @@ def write_adapter(
     try:
         tensors = {name: value.detach().to("cpu", torch.float32).clone() for name, value in state.items()}
         save_file(tensors, stage / WEIGHTS_FILE, metadata=metadata)
+        _sort_metadata(stage / WEIGHTS_FILE)
         (stage / CONFIG_FILE).write_text(json.dumps(settings, indent=2) + "\n")
         os.chmod(stage, 0o755)  # mkdtemp makes it private; an engine may run as another user
         _replace(stage, target)
@@ -180,6 +181,18 @@ def _check_written(state: Mapping[str, torch.Tensor], targets: tuple[str, ...], 
             raise AdapterError(f"{module} must have both factors; got only {name}. Write the whole adapter state")
     if not state:
         raise AdapterError("an adapter must have tensors; got none. Write the state of a wrapped model")
+
+
+def _sort_metadata(file: Path) -> None:
+    """Equal adapters must be equal bytes; safetensors writes metadata in the order of a randomly seeded hash."""
+    with file.open("r+b") as stream:
+        size = int.from_bytes(stream.read(8), "little")
+        header = json.loads(stream.read(size))
+        header["__metadata__"] = dict(sorted(header["__metadata__"].items()))
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode().ljust(size)
+        assert len(text) == size, "safetensors writes its header otherwise than compactly"
+        stream.seek(8)
+        stream.write(text)
 
 
 def _replace(stage: Path, target: Path) -> None:
