@@ -164,7 +164,7 @@ class DeepSpeedStrategy(DistributedStrategy):
         self, model: Any, ckpt_dir: str, optimizer: Any = None, scheduler: Any = None, load_module_strict: bool = False,
         load_optimizer_states: bool = True, load_lr_scheduler_states: bool = True,
     ) -> tuple[str, dict[str, Any]]:  # fmt: skip
-        """Restores what `save_checkpoint` wrote, bit by bit.
+        """Restores what `save_checkpoint` wrote, bit by bit; learning rate and decay are those of the recipe.
 
         Raises:
             ResumeError: written by another number of ranks, or not there.
@@ -185,7 +185,21 @@ class DeepSpeedStrategy(DistributedStrategy):
         )
         rng = torch.load(Path(ckpt_dir) / f"rng_rank{dist.get_rank()}.pt", weights_only=False)
         self.load_rng_state(rng)
+        if load_optimizer_states and load_lr_scheduler_states:
+            self._set_rates(model.lr_scheduler)
         return path, state
+
+    def _set_rates(self, scheduler: Any) -> None:
+        """Learning rate and decay are the recipe's, which may have changed since the checkpoint was written.
+
+        torch restores them with the rest of the state. Where the recipe is the same, so is every bit.
+        """
+        trainer = self.recipe.trainer
+        scheduler.base_lrs = [trainer.learning_rate for _ in scheduler.base_lrs]
+        factors = [factor(scheduler.last_epoch) for factor in scheduler.lr_lambdas]
+        scheduler._last_lr = [trainer.learning_rate * factor for factor in factors]
+        for group, rate in zip(scheduler.optimizer.param_groups, scheduler._last_lr, strict=True):
+            group |= {"lr": rate, "initial_lr": trainer.learning_rate, "weight_decay": trainer.weight_decay}
 
     def save_hf_model(self, model: Any, output_dir: str, tokenizer: Any = None, **_: Any) -> None:
         raise ValueError(

@@ -179,6 +179,22 @@ def test_a_resumed_worker_continues_bit_by_bit(build: Any, tmp_path: Path, stage
     assert second.scheduler.get_last_lr() == first.scheduler.get_last_lr()
 
 
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_resumed_worker_takes_the_rates_of_its_recipe(build: Any, tmp_path: Path, stage: int) -> None:
+    first = build(trainer={"zero_stage": stage, "lr_scheduler": "linear"})
+    trained(first, range(2))
+    first.save_checkpoint(str(tmp_path / "policy"))
+    rates = {"learning_rate": 1e-4, "weight_decay": 0.1}
+    second = build(trainer={"zero_stage": stage, "lr_scheduler": "linear", **rates})
+    second.load_checkpoint(str(tmp_path / "policy"))
+    before = adapter(second)
+    assert second.scheduler.get_last_lr() == [5e-5]  # two of four steps done
+    trained(second, range(2, 3))
+    moved = max(float((value - before[name]).abs().max()) for name, value in adapter(second).items())
+    assert 0 < moved < 1.2e-4  # a step of AdamW is about the rate, and was 1e-2 when the checkpoint was written
+    assert [group["weight_decay"] for group in second.optimizer.param_groups] == [0.1]
+
+
 def test_another_number_of_workers_is_refused(build: Any, tmp_path: Path) -> None:
     from trainer.resume import ResumeError
 
