@@ -122,6 +122,7 @@ def verify(
     report: Annotated[Path | None, typer.Option(help="Write the JSON report here, not to standard output.")] = None,
 ) -> None:
     """Compare the engine's log-probabilities with transformers' on one checkpoint."""
+    from inkling_rl.metrics import to_json
     from rollout.verify import read_prompts
     from rollout.verify import verify as run
 
@@ -131,7 +132,7 @@ def verify(
     result = run(
         checkpoint, adapter, given, dtype=dtype, num_prompts=num_prompts, max_tokens=max_tokens, tolerance=tolerance
     )
-    text = json.dumps(result, indent=2) + "\n"
+    text = json.dumps(to_json(result), indent=2, allow_nan=False) + "\n"  # NaN is no JSON
     if report:
         report.write_text(text, encoding="utf-8")
     else:

@@ -133,6 +133,8 @@ def serve(
             except KeyboardInterrupt:
                 _say("ending the engine")
             finally:
+                for number in before:
+                    signal.signal(number, signal.SIG_IGN)  # a second Ctrl-C would stop the ending half-way
                 end_group(process)
     finally:
         for number, handler in before.items():
