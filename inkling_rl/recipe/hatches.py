@@ -6,7 +6,8 @@ vendor itself refuses.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from typing import Any
 
 VLLM_ARGS_SET_BY_RECIPE = {
     "model": "model.path",
@@ -105,6 +106,17 @@ DEEPSPEED_ARGS_SET_BY_RECIPE = {
 }
 
 
+def dotted(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree of settings by dotted key: `{a: {b: 1}}` says the same as `{a.b: 1}` and must be judged the same."""
+    flat: dict[str, Any] = {}
+    for key, value in tree.items():
+        if isinstance(value, Mapping) and value:
+            flat |= dotted(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
 def fault(vllm_args: Iterable[str], skyrl_args: Iterable[str], deepspeed_args: Iterable[str]) -> str | None:
     """The first key that may not be set, as a message; None where all may."""
     for path, given, owned in (
@@ -113,7 +125,9 @@ def fault(vllm_args: Iterable[str], skyrl_args: Iterable[str], deepspeed_args: I
         ("trainer.deepspeed_args", deepspeed_args, DEEPSPEED_ARGS_SET_BY_RECIPE),
     ):
         for key in given:
-            if owner := owned.get(key.replace("-", "_")):
+            parts = key.replace("-", "_").split(".")
+            names = [".".join(parts[:depth]) for depth in range(1, len(parts) + 1)]
+            if owner := next((owned[name] for name in names if name in owned), None):
                 return f"{path}.{key} must not be set: {owner} decides it. Set {owner} instead"
     for key in skyrl_args:
         if section := next((s for s in SKYRL_SECTIONS_NOT_READ if f"{key}.".startswith(f"{s}.")), None):

@@ -175,6 +175,11 @@ class Trainer(Section):
     deepspeed_args: dict[str, Any] = {}
     """Further DeepSpeed settings by dotted key, merged last. A key that a recipe field already sets is an error."""
 
+    @field_validator("skyrl_args", "deepspeed_args")
+    @classmethod
+    def nested_maps_become_dotted_keys(cls, given: dict[str, Any]) -> dict[str, Any]:
+        return hatches.dotted(given)
+
 
 class Lora(Section):
     rank: Annotated[int, Field(gt=0)] = 16

@@ -63,6 +63,15 @@ def test_owners_of_vendor_keys_exist() -> None:
             "trainer.skyrl_args.trainer.seed must not be set: trainer.seed decides it",
         ),
         ("trainer.deepspeed_args.zero_optimization.stage=3", "trainer.zero_stage decides it"),
+        (
+            "trainer.deepspeed_args={zero_optimization: {stage: 3}}",
+            "zero_optimization.stage must not be set: trainer.ze",
+        ),
+        (
+            "trainer.deepspeed_args.bf16.enabled=true",
+            "trainer.deepspeed_args.bf16.enabled must not be set: trainer.dtyp",
+        ),
+        ("trainer.skyrl_args={trainer: {seed: 3}}", "trainer.skyrl_args.trainer.seed must not be set: trainer.seed"),
         ("model=3", "model must be"),
         ("nonsense", "must have the form section.field=value"),
         ("model.path.x=3", "model.path must be a section; it is a value"),
@@ -144,3 +153,10 @@ def test_text_that_looks_like_something_else_survives_a_round_trip(tmp_path: Pat
     recipe = recipe.model_copy(update={"environment": recipe.environment.model_copy(update={"args": values})})
     (tmp_path / "recipe.yaml").write_text(dump(recipe), encoding="utf-8")
     assert load(tmp_path / "recipe.yaml") == recipe
+
+
+def test_nested_maps_and_dotted_keys_say_the_same() -> None:
+    nested = load("quickstart.yaml", ["trainer.deepspeed_args={zero_optimization: {offload_param: {device: cpu}}}"])
+    dotted = load("quickstart.yaml", ["trainer.deepspeed_args.zero_optimization.offload_param.device=cpu"])
+    assert nested == dotted
+    assert nested.trainer.deepspeed_args == {"zero_optimization.offload_param.device": "cpu"}
