@@ -18,7 +18,7 @@ from typing import Any, Literal, Protocol
 logger = logging.getLogger(__name__)
 
 REWARD_MEAN = "reward/mean"  # mean reward of the step's completions
-REWARD_ZERO_VARIANCE = "reward/zero_variance_fraction"  # groups dropped because all their completions scored the same
+REWARD_ZERO_VARIANCE = "reward/zero_variance_fraction"  # groups whose completions all scored the same
 EVAL_SCORE = "eval/score"  # mean reward on the held-out problems, at the training temperature
 EVAL_GREEDY_SCORE = "eval/greedy_score"  # the same, greedy
 MISMATCH_KL = "mismatch/kl"  # estimate of KL(engine || trainer) per token, nats

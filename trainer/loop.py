@@ -150,7 +150,7 @@ class Loop(RayPPOTrainer):
         for sample in samples:
             groups[sample.row].append(sample.reward)
         flat = [row for row, rewards in groups.items() if max(rewards) - min(rewards) <= SAME_REWARD]
-        if flat:
+        if flat and self.cfg.trainer.algorithm.zero_variance_filter:
             logger.info("step %d: groups without variance, left out: rows %s", self.global_step, flat)
         self.all_metrics |= {
             metrics.REWARD_MEAN: sum(sample.reward for sample in samples) / len(samples),
