@@ -281,6 +281,7 @@ def _raise_on_signals() -> None:
 def _interrupts() -> Iterator[None]:
     """Inside, the signals that end a program raise `Interrupted` in the main thread, wherever it is."""
     RECEIVED.clear()
+    IGNORED.clear()
     before = {number: signal.getsignal(number) for number in SIGNALS}
     if before[signal.SIGHUP] is signal.SIG_IGN:
         IGNORED.add(signal.SIGHUP)  # nohup: the run is to outlive its terminal
