@@ -7,6 +7,8 @@ be a silent difference between trainer and engine.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
 
@@ -22,7 +24,7 @@ def check_weight(weight: torch.Tensor, block_size: int, name: str) -> None:
         name: how the error names the tensor.
 
     Raises:
-        FormatError: wrong dtype, rank or K, or a non-finite value (with the expert and how many).
+        FormatError: wrong dtype, rank or K.
     """
     if weight.dtype not in (torch.bfloat16, torch.float32):
         raise FormatError(f"{name} must be bfloat16 or float32; got {weight.dtype}. Convert it first")
@@ -35,18 +37,6 @@ def check_weight(weight: torch.Tensor, block_size: int, name: str) -> None:
             f"{name} must have a last dimension that is a multiple of {block_size}; got shape {list(weight.shape)}. "
             "Pad it with zeros"
         )
-    bad = ~torch.isfinite(weight)
-    if not bool(bad.any()):
-        return
-    if weight.ndim < 3:
-        raise FormatError(
-            f"{name} must be finite; got {int(bad.sum())} non-finite values. Find where training diverged"
-        )
-    counts = bad.flatten(1).sum(1)
-    experts = counts.nonzero().flatten().tolist()
-    shown = ", ".join(f"expert {e}: {int(counts[e])}" for e in experts[:4])
-    more = f" and {len(experts) - 4} more experts" if len(experts) > 4 else ""
-    raise FormatError(f"{name} must be finite; got non-finite values ({shown}{more}). Find where training diverged")
 
 
 def check_scales(scales: torch.Tensor, weight: torch.Tensor, block_size: int, name: str) -> None:
@@ -57,3 +47,23 @@ def check_scales(scales: torch.Tensor, weight: torch.Tensor, block_size: int, na
             f"{name}_scale must be uint8 {list(expected)}; got {scales.dtype} {list(scales.shape)}. "
             "Pass the scales stored beside this tensor"
         )
+
+
+def as_experts(tensor: torch.Tensor) -> torch.Tensor:
+    """`[E, N, K]` view of `[K]`, `[N, K]` or `[E, N, K]`."""
+    return tensor if tensor.ndim == 3 else tensor.reshape(1, -1, tensor.shape[-1])
+
+
+def refuse_non_finite(counts: Sequence[int], ndim: int, name: str) -> None:
+    """Refuse weights of which `counts[e]` values of expert e are not finite.
+
+    Raises:
+        FormatError: names the first experts (for `ndim` 3) and how many values.
+    """
+    experts = [e for e, count in enumerate(counts) if count]
+    if not experts:
+        return
+    shown = ", ".join(f"expert {e}: {counts[e]}" for e in experts[:4])
+    more = f" and {len(experts) - 4} more experts" if len(experts) > 4 else ""
+    got = f"non-finite values ({shown}{more})" if ndim == 3 else f"{sum(counts)} non-finite values"
+    raise FormatError(f"{name} must be finite; got {got}. Find where training diverged")

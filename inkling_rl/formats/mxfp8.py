@@ -1,11 +1,7 @@
-"""MXFP8 (E4M3 codes, one E8M0 scale per 32 values) with the ceiling scale: the definition in code.
+"""MXFP8 with the ceiling scale: weights to the bytes of a release, and back.
 
-The scale is the smallest power of two that keeps the block's maximum at or below 448 (RCEIL, as ModelOpt, vLLM,
-FlashInfer and cuBLAS use; the OCP text's floor saturates one block in five). It is computed from the bits of the
-maximum, because a float32 `log2` is off by one at powers of two.
-
-Not fast: plain torch. Source: OCP Microscaling v1.0 section 6.3; NVIDIA's rounding of its scale. Departures: an
-all-zero block, or one whose maximum is so small that the exponent would be negative, stores scale byte 0 (2^-127).
+`inkling_rl.formats.reference.mxfp8` defines the arithmetic; here are the checks and the choice of an implementation by
+device. The bytes are the same on all of them.
 """
 
 from __future__ import annotations
@@ -14,11 +10,9 @@ from dataclasses import dataclass
 
 import torch
 
-from inkling_rl.formats.errors import FormatError, check_scales, check_weight
-
-BLOCK_SIZE = 32
-E4M3_MAX = 448.0
-_MANTISSA_OF_1_75 = 0x600000
+from inkling_rl.formats import kernels
+from inkling_rl.formats.errors import FormatError, as_experts, check_scales, check_weight, refuse_non_finite
+from inkling_rl.formats.reference.mxfp8 import BLOCK_SIZE
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,8 +27,8 @@ class MXFP8Tensor:
 
     def dequantize(self, dtype: torch.dtype = torch.float32) -> torch.Tensor:
         """Values `[..., K]`; exact in float32 and, but for subnormal results, in bfloat16."""
-        values = self.codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, BLOCK_SIZE))
-        return (values * e8m0_values(self.scales)[..., None]).flatten(-2).to(dtype)
+        codes, scales = as_experts(self.codes), as_experts(self.scales)
+        return kernels.mxfp8(codes.device).dequantize(codes, scales, dtype).reshape(self.codes.shape)
 
 
 def quantize(weight: torch.Tensor, scales: torch.Tensor | None = None, *, name: str = "weight") -> MXFP8Tensor:
@@ -53,24 +47,7 @@ def quantize(weight: torch.Tensor, scales: torch.Tensor | None = None, *, name: 
         check_scales(scales, weight, BLOCK_SIZE, name)
         if bool((scales == 255).any()):
             raise FormatError(f"{name}_scale must be a number; got the NaN byte 255. The stored tensor is damaged")
-    blocks = weight.float().unflatten(-1, (-1, BLOCK_SIZE))
-    chosen = ceiling_scales(blocks.abs().amax(-1)) if scales is None else scales.clone()
-    # Multiplying by 2^(127 - byte) is exact; that power of two is the value of the mirrored byte.
-    inverse = e8m0_values(254 - chosen)
-    # The clamp matters for given scales, and is not left to the cast: only torch 2.13 and later saturate there.
-    codes = (blocks * inverse[..., None]).clamp(-E4M3_MAX, E4M3_MAX).to(torch.float8_e4m3fn)
-    return MXFP8Tensor(codes.flatten(-2).view(torch.uint8), chosen)
-
-
-def ceiling_scales(amax: torch.Tensor) -> torch.Tensor:
-    """E8M0 bytes of the smallest power of two at or above `amax / 448`, for float32 block maxima of any shape."""
-    bits = amax.contiguous().view(torch.int32)
-    exponent, mantissa = bits >> 23, bits & 0x7FFFFF
-    return (exponent - 8 + (mantissa > _MANTISSA_OF_1_75).int()).clamp(0, 254).to(torch.uint8)
-
-
-def e8m0_values(scales: torch.Tensor) -> torch.Tensor:
-    """E8M0 bytes to float32 powers of two; byte 0 is the subnormal 2^-127, byte 255 is NaN."""
-    byte = scales.int()
-    bits = torch.where(byte == 0, 0x00400000, byte << 23)
-    return torch.where(byte == 255, 0x7FC00000, bits).view(torch.float32)
+    given = None if scales is None else as_experts(scales)
+    codes, chosen, non_finite = kernels.mxfp8(weight.device).quantize(as_experts(weight), given)
+    refuse_non_finite(non_finite.tolist(), weight.ndim, name)
+    return MXFP8Tensor(codes.reshape(weight.shape), chosen.reshape(*weight.shape[:-1], -1))

@@ -8,6 +8,7 @@ import torch
 
 from inkling_rl.formats import nvfp4
 from inkling_rl.formats.errors import FormatError
+from inkling_rl.formats.reference import nvfp4 as reference
 from tests.inkling_rl import scalar_formats
 
 
@@ -85,14 +86,14 @@ def test_low_entropy_data_tells_the_order_of_the_sum() -> None:
     """The case above must discriminate: a pairwise sum of the same errors picks other scales somewhere in it."""
     weight, anchor = low_entropy().reshape(1, -1, 32), torch.tensor([5.0])
     blocks = weight[0].unflatten(-1, (-1, 16))
-    base = nvfp4._base_scale(blocks, anchor[0], 1536)
-    scale6, scale4 = nvfp4._e4m3(base), nvfp4._e4m3(base * 1.5)
-    decode = nvfp4._decode_scale(anchor[0], 1536)
+    base = reference._base_scale(blocks, anchor[0], 1536)
+    scale6, scale4 = reference._e4m3(base), reference._e4m3(base * 1.5)
+    decode = reference._decode_scale(anchor[0], 1536)
 
     def tree_sum(scale: torch.Tensor) -> torch.Tensor:
-        codes = nvfp4._codes(blocks, scale, decode)
-        signed = torch.tensor(nvfp4.E2M1_VALUES)[codes.long()]
-        d = ((signed * nvfp4.e4m3_values(scale)[..., None] * anchor[0]) / 1536 - blocks).abs()
+        codes = reference._codes(blocks, scale, decode)
+        signed = torch.tensor(reference.E2M1_VALUES)[codes.long()]
+        d = ((signed * reference.e4m3_values(scale)[..., None] * anchor[0]) / 1536 - blocks).abs()
         while d.shape[-1] > 1:
             d = d[..., 0::2] + d[..., 1::2]
         return d[..., 0]
@@ -107,9 +108,9 @@ def test_the_division_comes_before_the_multiplication() -> None:
     anchor = (torch.rand(400_000, generator=g) + 1).bfloat16().float()
     largest = (anchor * torch.rand(400_000, generator=g)).bfloat16().float()
     encode, six = 1536 / anchor, torch.tensor(6.0)
-    right = nvfp4._e4m3((largest / six) * encode)
+    right = reference._e4m3((largest / six) * encode)
     for wrong in ((largest * encode) / six, largest * (encode / six)):
-        rows = (nvfp4._e4m3(wrong) != right).nonzero().flatten()[:100]
+        rows = (reference._e4m3(wrong) != right).nonzero().flatten()[:100]
         assert len(rows) > 20
         noise = torch.rand(len(rows), 1, 16, generator=g) * 2 - 1
         noise[..., 3] = 1.0
@@ -168,8 +169,8 @@ def test_anchor_alone_gives_the_source_values() -> None:
 def test_four_over_six_is_at_least_as_good_as_six_alone() -> None:
     weight = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(4))
     t = nvfp4.quantize(weight)
-    base = torch.stack([nvfp4._base_scale(weight[e].unflatten(-1, (-1, 16)), t.amax[e], 1536) for e in range(2)])
-    six = nvfp4.quantize(weight, t.amax, nvfp4._e4m3(base))
+    base = torch.stack([reference._base_scale(weight[e].unflatten(-1, (-1, 16)), t.amax[e], 1536) for e in range(2)])
+    six = nvfp4.quantize(weight, t.amax, reference._e4m3(base))
     error = lambda q: (q.dequantize() - weight).abs().mean()
     assert error(t) < 0.96 * error(six)
 

@@ -1,0 +1,48 @@
+"""Fast implementations of the number formats, chosen by device.
+
+Each has the functions of its reference (`inkling_rl.formats.reference`) with the same arguments and the same bytes:
+C++ on the CPU, Triton on CUDA, the reference itself where neither can run.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from inkling_rl.formats.reference import mxfp8 as reference_mxfp8
+from inkling_rl.formats.reference import nvfp4 as reference_nvfp4
+
+
+class NVFP4Kernels(Protocol):
+    """See `inkling_rl.formats.reference.nvfp4`."""
+
+    def largest(self, weight: torch.Tensor, /) -> torch.Tensor: ...
+
+    def quantize(
+        self, weight: torch.Tensor, anchor: torch.Tensor, denominator: int, scales: torch.Tensor | None, /
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def dequantize(
+        self, codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor, denominator: int, dtype: torch.dtype, /
+    ) -> torch.Tensor: ...
+
+
+class MXFP8Kernels(Protocol):
+    """See `inkling_rl.formats.reference.mxfp8`."""
+
+    def quantize(
+        self, weight: torch.Tensor, scales: torch.Tensor | None, /
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]: ...
+
+    def dequantize(self, codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype, /) -> torch.Tensor: ...
+
+
+def nvfp4(device: torch.device) -> NVFP4Kernels:
+    """Implementation of NVFP4 for tensors of `device`."""
+    return reference_nvfp4
+
+
+def mxfp8(device: torch.device) -> MXFP8Kernels:
+    """Implementation of MXFP8 for tensors of `device`."""
+    return reference_mxfp8
