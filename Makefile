@@ -6,12 +6,19 @@ READY := $(VENV)/.ready
 PACKAGES := inkling_rl rollout trainer lora recipes
 FRESH := constraints.txt pyproject.toml Makefile
 
-.PHONY: setup quickstart test test-all lint format bench clean
+.PHONY: setup oracles quickstart test test-all lint format bench clean
 
 setup: $(READY)
 
 $(READY): $(FRESH) scripts/setup.sh
 	@bash scripts/setup.sh $(VENV)
+	@touch $@
+
+# The libraries that the number formats are compared with; their tests are skipped without.
+oracles: $(VENV)/oracles/.ready
+
+$(VENV)/oracles/.ready: constraints.txt scripts/setup.sh | $(READY)
+	@bash scripts/setup.sh $(VENV) oracles
 	@touch $@
 
 quickstart: $(READY)

@@ -1,6 +1,8 @@
 #!/usr/bin/env bash
 # Makes the virtual environment: finds Python 3.12, gets uv, installs the pinned stack with bytecode compiled.
-# usage: scripts/setup.sh VENV
+# usage: scripts/setup.sh VENV [oracles]
+# With "oracles": only the libraries that the number formats are compared with (pyproject's extra of that name), into
+# VENV/oracles and not among the stack's packages, where peft and transformers would import torchao in every process.
 set -euo pipefail
 cd "$(dirname "$0")/.."
 venv=${1:-.venv}
@@ -25,6 +27,13 @@ find_uv() {
 
 started=$(date +%s)
 uv=$(find_uv)
+if [ "${2:-}" = oracles ]; then
+  # Without their dependencies, which the stack has but for these two.
+  "$uv" pip install -q --python "$venv/bin/python" --constraint constraints.txt --no-deps --target "$venv/oracles" \
+    ml-dtypes nvidia-modelopt torchao pulp scipy
+  say "oracles in $venv/oracles after $(( $(date +%s) - started )) s"
+  exit
+fi
 python=$(find_python)
 engine=cpu
 command -v nvidia-smi >/dev/null && nvidia-smi -L >/dev/null 2>&1 && engine=gpu
