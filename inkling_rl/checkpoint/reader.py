@@ -1,8 +1,9 @@
 """Reading a release checkpoint: what it holds, whether it is whole, its weights tensor by tensor.
 
-Streams: at most one layer's experts are in memory, and nothing of the file is copied before it is asked for. Not a
-model loader: names and values only. torch is imported where tensors are made, so that opening and checking a checkpoint
-(shapes come from the files' headers) does not load it.
+Streams: rows of a tensor are read when they are asked for, into memory that is the caller's alone. `expert` and
+`iter_experts` hold a few experts, `iter_text` and `iter_hf` one matrix of one layer. Not a model loader: names and
+values only. torch is imported where tensors are made, so that opening and checking a checkpoint (shapes come from the
+files' headers) does not load it.
 """
 
 from __future__ import annotations
@@ -15,8 +16,9 @@ from importlib.resources import files
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from inkling_rl.checkpoint import layout
+from inkling_rl.checkpoint import layout, source
 from inkling_rl.checkpoint.layout import CheckpointError, TensorSpec
+from inkling_rl.checkpoint.tensor_file import Place, TensorFile
 
 if TYPE_CHECKING:
     import torch
@@ -24,7 +26,9 @@ if TYPE_CHECKING:
     from inkling_rl.formats import ExpertFormat
 
 BUILTIN = "builtin:"
-_DTYPE_NAMES = {"BF16": "bfloat16", "F32": "float32", "U8": "uint8", "F8_E4M3": "float8_e4m3fn"}
+INDEX_FILE = "model.safetensors.index.json"
+GROUP_BYTES = 32 * 2**20
+"""Of BF16 values; so many experts are read and converted at once, and at least one."""
 
 
 def resolve(path: str | Path) -> Path:
@@ -62,7 +66,18 @@ class Checkpoint:
     """Tensor name -> file."""
 
     expert_formats: tuple[ExpertFormat, ...]
-    _handles: dict[Path, Any] = field(default_factory=dict, repr=False, compare=False)
+    """How each layer's experts are stored."""
+
+    source_quant_config: Mapping[str, Any] | None
+    """hf_quant_config.json of the release that BF16 experts were dequantised from, or None."""
+
+    source_shards: Mapping[str, Path]
+    """Companion or digest of dequantised experts -> file, see `inkling_rl.checkpoint.source`."""
+
+    source_formats: tuple[ExpertFormat, ...]
+    """How each layer's experts were stored in that release; `bf16` where nothing is known of one."""
+
+    _files: dict[Path, TensorFile] = field(default_factory=dict, repr=False, compare=False)
 
     @classmethod
     def open(cls, path: str | Path) -> Checkpoint:
@@ -72,11 +87,16 @@ class Checkpoint:
             CheckpointError: a file is missing, unreadable or contradicts itself.
         """
         directory = resolve(path)
-        config = _read_json(directory / "config.json")
-        quant_file = directory / "hf_quant_config.json"
-        quant = _read_json(quant_file) if quant_file.exists() else None
-        formats = tuple(layout.expert_formats(quant, config))
-        return cls(directory, config, quant, _shards(directory), formats)
+        config = read_json(directory / "config.json")
+        quant, source_quant = (
+            read_json(directory / name) if (directory / name).exists() else None
+            for name in ("hf_quant_config.json", source.QUANT_FILE)
+        )
+        files: dict[Path, TensorFile] = {}
+        shards = _shards(directory, INDEX_FILE, files)
+        scales = _shards(directory, source.SCALES_INDEX_FILE, files) if source_quant is not None else {}
+        formats, source_formats = (tuple(layout.expert_formats(table, config)) for table in (quant, source_quant))
+        return cls(directory, config, quant, shards, formats, source_quant, scales, source_formats, files)
 
     def __reduce__(self) -> tuple[Any, tuple[Path]]:
         """Travels between processes as its path: open files do not."""
@@ -90,13 +110,8 @@ class Checkpoint:
         return self.expert_formats[layer]
 
     def stored(self) -> dict[str, TensorSpec]:
-        """Shape and dtype of every stored tensor, from the files' headers."""
-        specs = {}
-        for name in self.shards:
-            header = self._handle(name).get_slice(name)
-            dtype = header.get_dtype()
-            specs[name] = TensorSpec(tuple(header.get_shape()), _DTYPE_NAMES.get(dtype, dtype))
-        return specs
+        """Shape and dtype of every stored tensor of the model, from the files' headers."""
+        return {name: self.place(name).spec for name in self.shards}
 
     def check(self) -> None:
         """Compare names, shapes, dtypes and scale denominators with what the configuration asks for.
@@ -106,29 +121,90 @@ class Checkpoint:
         """
         expected = layout.release_tensors(self.config, self.quant_config)
         compare(expected, self.stored(), str(self.path))
-        for name in expected:
+        remembered = source.source_tensors(self.config, self.quant_config, self.source_quant_config)
+        compare(remembered, {name: self.place(name).spec for name in self.source_shards}, str(self.path))
+        for name in [*expected, *remembered]:
             if name.endswith("_outer_scale_denominator") and float(self.tensor(name)) not in (1536.0, 2688.0):
                 raise CheckpointError(
-                    f"{self.shards[name].name}:{name} must be 1536 or 2688; got {float(self.tensor(name))}. "
+                    f"{self._path_of(name).name}:{name} must be 1536 or 2688; got {float(self.tensor(name))}. "
                     "The checkpoint was made by another recipe"
                 )
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor as stored (a copy: the file is mapped, not read).
+        """A tensor as stored, in memory of its own.
 
         Raises:
             CheckpointError: no tensor of this name.
         """
-        if name not in self.shards:
-            raise CheckpointError(f"{self.path} must hold {name}; it does not.{_nearest(name, self.shards)}")
-        stored: torch.Tensor = self._handle(name).get_tensor(name)
-        return stored.clone()
+        return self.file(name).read(name)
+
+    def place(self, name: str) -> Place:
+        """Shape, dtype and place in its file of a tensor, companions of dequantised experts included."""
+        return self.file(name).places[name]
+
+    def file(self, name: str) -> TensorFile:
+        """The file that holds a tensor; its error is that of `tensor`."""
+        path = self._path_of(name)
+        if path not in self._files:
+            self._files[path] = TensorFile(path)
+        return self._files[path]
 
     def companions(self, layer: int) -> dict[str, torch.Tensor]:
-        """Scales, anchors and denominators of a layer's experts under their release names, as stored."""
+        """Scales, anchors and denominators of a layer's experts under their release names, as stored.
+
+        Of dequantised experts these are the ones that the release had.
+        """
         weights = {f"{layout.experts_prefix(layer)}.{matrix}" for matrix in layout.EXPERT_MATRICES}
-        names = [name for name in self.shards if layout.layer_of_experts(name) == layer and name not in weights]
-        return {name: self.tensor(name) for name in names}
+        names = [name for name in (*self.shards, *self.source_shards) if layout.layer_of_experts(name) == layer]
+        return {name: self.tensor(name) for name in names if name not in weights and not name.endswith(source.DIGEST)}
+
+    def stored_experts(self, layer: int, matrix: str, start: int, stop: int) -> dict[str, torch.Tensor]:
+        """Experts `start` to `stop` of `w13_weight` or `w2_weight` as stored.
+
+        Returns:
+            The weight and its companions by what follows `mlp.experts.`, a row per expert; denominators are scalars.
+        """
+        prefix = f"{layout.experts_prefix(layer)}."
+        name = prefix + matrix
+        names = [key for key in self.shards if key == name or key.startswith(f"{name}_")]
+        return {key.removeprefix(prefix): self.rows(key, start, stop) for key in names or [name]}
+
+    def rows(self, name: str, start: int, stop: int) -> torch.Tensor:
+        """Rows of a tensor as stored, a scalar whole."""
+        is_scalar = not self.place(name).spec.shape
+        return self.tensor(name) if is_scalar else self.file(name).read(name, start, stop)
+
+    def expert(self, layer: int, matrix: str, expert: int, dtype: torch.dtype) -> torch.Tensor:
+        """One expert of `w13_weight` (rows interleaved) or `w2_weight`, `[rows, columns]` in `dtype`.
+
+        Raises:
+            CheckpointError: no such layer, matrix or expert. FormatError: companions missing or of another recipe.
+        """
+        num_experts = self.place(f"{layout.experts_prefix(layer)}.{matrix}").num_rows
+        if not 0 <= expert < num_experts:
+            raise CheckpointError(f"expert must be 0 to {num_experts - 1}; got {expert}. Count from 0")
+        return self._dequantized(layer, matrix, expert, expert + 1, dtype)[0]
+
+    def iter_experts(
+        self, layer: int, matrix: str, dtype: torch.dtype, group: int | None = None
+    ) -> Iterator[tuple[int, torch.Tensor]]:
+        """All experts of a matrix in order, a few at a time: first expert, `[group or fewer, rows, columns]`.
+
+        Args:
+            layer, matrix, dtype: as in `expert`.
+            group: how many at a time; by default what makes 32 MiB in BF16, at least one.
+        """
+        name = f"{layout.experts_prefix(layer)}.{matrix}"
+        for start, stop in self.expert_groups(name, group):
+            yield start, self._dequantized(layer, matrix, start, stop, dtype)
+
+    def expert_groups(self, name: str, group: int | None = None) -> Iterator[tuple[int, int]]:
+        """First expert and the one after the last of each group of an expert matrix, `group` as in `iter_experts`."""
+        spec = self.place(name).spec
+        values = spec.shape[1] * spec.shape[2] * (2 if spec.dtype == "uint8" else 1)
+        group = group or max(1, GROUP_BYTES // (2 * values))
+        for start in range(0, spec.shape[0], group):
+            yield start, min(start + group, spec.shape[0])
 
     def iter_text(self, dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
         """Release name and value of every text tensor, experts dequantised, w13 interleaved as stored.
@@ -158,30 +234,29 @@ class Checkpoint:
             yield layout.hf_name(name), value
 
     def _experts(self, name: str, dtype: torch.dtype) -> torch.Tensor:
+        import torch
+
+        layer, matrix = layout.layer_of_experts(name), name.rpartition(".")[2]
+        assert layer is not None
+        values: torch.Tensor | None = None
+        for start, group in self.iter_experts(layer, matrix, dtype):
+            if values is None:
+                values = torch.empty(self.place(name).num_rows, *group.shape[1:], dtype=dtype)
+            values[start : start + len(group)] = group
+        assert values is not None
+        return values
+
+    def _dequantized(self, layer: int, matrix: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
         from inkling_rl.formats import mixed
 
-        prefix, _, matrix = name.rpartition(".")
-        stored = {
-            key.removeprefix(f"{prefix}."): self.tensor(key)
-            for key in self.shards
-            if key == name or key.startswith(f"{name}_")
-        }
-        if matrix not in stored:
-            self.tensor(name)  # raises, naming it
-        return mixed.dequantize_matrix(stored, matrix, dtype, name=prefix)
+        stored = self.stored_experts(layer, matrix, start, stop)
+        return mixed.dequantize_matrix(stored, matrix, dtype, name=layout.experts_prefix(layer))
 
-    def _handle(self, name: str) -> Any:
-        from safetensors import SafetensorError, safe_open
-
-        path = self.shards[name]
-        if path not in self._handles:
-            try:
-                self._handles[path] = safe_open(path, framework="pt")
-            except (OSError, SafetensorError) as error:
-                raise CheckpointError(
-                    f"{path} must be a readable safetensors file; got: {error}. Copy it again"
-                ) from error
-        return self._handles[path]
+    def _path_of(self, name: str) -> Path:
+        path = self.shards.get(name) or self.source_shards.get(name)
+        if path is None:
+            raise CheckpointError(f"{self.path} must hold {name}; it does not.{_nearest(name, self.shards)}")
+        return path
 
 
 def compare(expected: Mapping[str, TensorSpec], found: Mapping[str, TensorSpec], where: str) -> None:
@@ -221,7 +296,12 @@ def _nearest(name: str, known: Any, lead: str = "The nearest name is") -> str:
     return f" {lead}: {close[0]}." if close else ""
 
 
-def _read_json(path: Path) -> dict[str, Any]:
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object of a checkpoint's.
+
+    Raises:
+        CheckpointError: unreadable, or no object.
+    """
     try:
         content = json.loads(path.read_text())
     except (OSError, ValueError) as error:
@@ -231,23 +311,22 @@ def _read_json(path: Path) -> dict[str, Any]:
     return content
 
 
-def _shards(directory: Path) -> dict[str, Path]:
-    from safetensors import SafetensorError, safe_open
-
-    index = directory / "model.safetensors.index.json"
+def _shards(directory: Path, index_file: str, files: dict[Path, TensorFile]) -> dict[str, Path]:
+    """Tensor name -> file of an index (without one: the file of that name without numbers); `files` gets the opened."""
+    index = directory / index_file
     if index.exists():
-        named = {name: directory / shard for name, shard in _read_json(index).get("weight_map", {}).items()}
+        weight_map = read_json(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(file, str) for file in weight_map.values()):
+            raise CheckpointError(f"{index} must map tensors to files under weight_map; it does not. Copy it again")
+        named = {name: directory / shard for name, shard in weight_map.items()}
     else:
         named = {}
     held: dict[str, Path] = {}
-    for path in sorted(set(named.values())) or [directory / "model.safetensors"]:
+    for path in sorted(set(named.values())) or [directory / index_file.removesuffix(".index.json")]:
         if not path.is_file():
             raise CheckpointError(f"{path} must be present; it is missing. Copy the checkpoint again")
-        try:
-            with safe_open(path, framework="pt") as shard:
-                held |= dict.fromkeys(shard.keys(), path)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{path} must be a readable safetensors file; got: {error}. Copy it again") from error
+        files[path] = TensorFile(path)
+        held |= dict.fromkeys(files[path].places, path)
     for name, path in named.items():
         if held.get(name) != path:
             raise CheckpointError(f"{path} must hold {name}, as {index.name} says; it does not. Copy it again")
