@@ -86,9 +86,9 @@ def test_low_entropy_data_tells_the_order_of_the_sum() -> None:
     """The case above must discriminate: a pairwise sum of the same errors picks other scales somewhere in it."""
     weight, anchor = low_entropy().reshape(1, -1, 32), torch.tensor([5.0])
     blocks = weight[0].unflatten(-1, (-1, 16))
-    base = reference._base_scale(blocks, anchor[0], 1536)
+    base = reference.base_scale(blocks, anchor[0], 1536)
     scale6, scale4 = reference._e4m3(base), reference._e4m3(base * 1.5)
-    decode = reference._decode_scale(anchor[0], 1536)
+    decode = reference.decode_scale(anchor[0], 1536)
 
     def tree_sum(scale: torch.Tensor) -> torch.Tensor:
         codes = reference._codes(blocks, scale, decode)
@@ -169,7 +169,7 @@ def test_anchor_alone_gives_the_source_values() -> None:
 def test_four_over_six_is_at_least_as_good_as_six_alone() -> None:
     weight = torch.randn(2, 64, 64, generator=torch.Generator().manual_seed(4))
     t = nvfp4.quantize(weight)
-    base = torch.stack([reference._base_scale(weight[e].unflatten(-1, (-1, 16)), t.amax[e], 1536) for e in range(2)])
+    base = torch.stack([reference.base_scale(weight[e].unflatten(-1, (-1, 16)), t.amax[e], 1536) for e in range(2)])
     six = nvfp4.quantize(weight, t.amax, reference._e4m3(base))
     error = lambda q: (q.dequantize() - weight).abs().mean()
     assert error(t) < 0.96 * error(six)

@@ -51,11 +51,11 @@ def quantize(
     counts = torch.zeros(experts, 3, dtype=torch.int64, device=weight.device)
     for e, amax in enumerate(anchor):
         blocks = weight[e].float().unflatten(-1, (-1, BLOCK_SIZE))
-        base = _base_scale(blocks, amax, denominator)
+        base = base_scale(blocks, amax, denominator)
         if scales is None:
             scale, code = _four_over_six(blocks, base, amax, denominator)
         else:
-            scale, code = scales[e], _codes(blocks, scales[e], _decode_scale(amax, denominator))
+            scale, code = scales[e], _codes(blocks, scales[e], decode_scale(amax, denominator))
         codes[e], chosen[e] = pack(torch.where(scale[..., None] == 0, 0, code).flatten(-2)), scale
         counts[e, 0] = (~torch.isfinite(blocks)).sum()
         counts[e, 1] = (base > E4M3_MAX).sum()
@@ -100,18 +100,18 @@ def _constant(value: float, like: torch.Tensor) -> torch.Tensor:
     return torch.tensor(value, dtype=torch.float32, device=like.device)
 
 
-def _encode_scale(amax: torch.Tensor, denominator: int) -> torch.Tensor:
+def encode_scale(amax: torch.Tensor, denominator: int) -> torch.Tensor:
     limit = _constant(FLOAT_MAX, amax)
     return torch.minimum(_constant(float(denominator), amax) / amax, limit)
 
 
-def _decode_scale(amax: torch.Tensor, denominator: int) -> torch.Tensor:
-    return _constant(1.0, amax) / _encode_scale(amax, denominator)
+def decode_scale(amax: torch.Tensor, denominator: int) -> torch.Tensor:
+    return _constant(1.0, amax) / encode_scale(amax, denominator)
 
 
-def _base_scale(blocks: torch.Tensor, amax: torch.Tensor, denominator: int) -> torch.Tensor:
+def base_scale(blocks: torch.Tensor, amax: torch.Tensor, denominator: int) -> torch.Tensor:
     """float32 `[N, K / 16]`: the map-to-6 scale before its rounding to E4M3. Division first: bytes depend on it."""
-    return (blocks.abs().amax(-1) / _constant(6.0, blocks)) * _encode_scale(amax, denominator)
+    return (blocks.abs().amax(-1) / _constant(6.0, blocks)) * encode_scale(amax, denominator)
 
 
 def _e4m3(value: torch.Tensor) -> torch.Tensor:
@@ -152,7 +152,7 @@ def _four_over_six(
     blocks: torch.Tensor, base: torch.Tensor, amax: torch.Tensor, denominator: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Scale bytes `[N, K / 16]` and codes `[N, K / 16, 16]` of the better of the two candidates; a tie takes 6."""
-    decode = _decode_scale(amax, denominator)
+    decode = decode_scale(amax, denominator)
     scale6, scale4 = _e4m3(base), _e4m3(base * _constant(1.5, base))
     code6, code4 = _codes(blocks, scale6, decode), _codes(blocks, scale4, decode)
     error6 = _error(blocks, scale6, code6, amax, denominator)
