@@ -46,6 +46,8 @@ say "installing the stack for $engine (torch, vLLM, SkyRL, DeepSpeed: about 7 GB
   --override overrides.txt -e ".[$engine,dev]"
 # The project's own folders too: an environment that forbids writing bytecode would compile them in every process.
 "$venv/bin/python" -m compileall -q inkling_rl rollout trainer lora recipes
+# Number formats are converted on the host on every machine; the engine's kernels are for engines without a GPU.
+"$venv/bin/python" -m inkling_rl.formats.kernels
 if [ "$engine" = cpu ]; then
   "$venv/bin/python" -m rollout.kernels.build
 fi

@@ -1,7 +1,7 @@
 """Weights made to part implementations of the number formats; every fast path is compared with the reference on them.
 
-Not tests: tables of inputs, shared by the tests of the kernels, the layouts and the oracles. All are `[E, N, K]`, finite,
-bfloat16 or float32, small enough for the slow reference, seeded.
+Not tests: tables of inputs, shared by the tests of the kernels, the layouts and the oracles. All are `[E, N, K]`,
+bfloat16 or float32, seeded and small enough for the slow reference; finite but for `non_finite_cases`.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ def non_finite_cases() -> dict[str, torch.Tensor]:
 
 
 def strided_views(weight: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Views equal to `weight` in value: rows of an interleaved tensor, experts apart, columns apart, dimensions swapped."""
+    """The same values with other strides: every other row, gaps, transposed; in the last one its first row repeated."""
     experts, rows, columns = weight.shape
     interleaved = torch.full((experts, 2 * rows, columns), 7.0, dtype=weight.dtype)
     interleaved[:, 1::2] = weight
@@ -170,7 +170,7 @@ def every_bfloat16_maximum() -> torch.Tensor:
 
 
 def low_entropy(parts: int) -> torch.Tensor:
-    """`[4, 256, 32]` multiples of 1 / parts under the anchor 5: the candidates' errors often differ by rounding alone."""
+    """`[4, 256, 32]` multiples of 1 / parts under the anchor 5: errors of the two candidates often nearly tie."""
     g = torch.Generator().manual_seed(1)
     values = torch.randint(-3 * parts, 3 * parts + 1, (4, 256, 32), generator=g) / parts
     values[:, 0, 0] = 5.0

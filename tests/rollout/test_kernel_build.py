@@ -12,20 +12,21 @@ from pathlib import Path
 import pytest
 import torch
 
+from inkling_rl import native as libraries
 from rollout.kernels import build, native, ops, reference
 
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
     """An empty cache, and no memory of what this process has loaded."""
-    caches = (build.library, native.functions, ops.have_native)
-    monkeypatch.setenv(build.CACHE_ENV, str(tmp_path))
-    monkeypatch.delenv(build.KERNELS_ENV, raising=False)
-    for cached in caches:
-        cached.cache_clear()
+    forget = (libraries.forget, native.functions.cache_clear, ops.have_native.cache_clear)
+    monkeypatch.setenv(libraries.CACHE_ENV, str(tmp_path))
+    monkeypatch.delenv(libraries.KERNELS_ENV, raising=False)
+    for call in forget:
+        call()
     yield tmp_path
-    for cached in caches:
-        cached.cache_clear()
+    for call in forget:
+        call()
 
 
 def calls_linear() -> bool:
@@ -51,10 +52,10 @@ def test_without_a_compiler_the_engine_runs_on_torch_and_says_so_once(
 ) -> None:
     monkeypatch.setenv("PATH", str(fresh))
     monkeypatch.delenv("CXX", raising=False)
-    with caplog.at_level(logging.WARNING, logger="rollout.kernels.build"):
+    with caplog.at_level(logging.WARNING, logger="inkling_rl.native"):
         assert calls_linear() and calls_linear()
     assert not ops.have_native()
-    [record] = [r for r in caplog.records if r.name == "rollout.kernels.build"]
+    [record] = [r for r in caplog.records if r.name == "inkling_rl.native"]
     assert "no C++ compiler" in record.getMessage() and "times slower" in record.getMessage()
 
 
@@ -65,13 +66,13 @@ def test_a_failing_compiler_is_reported_and_leaves_nothing(fresh: Path, monkeypa
     )
     compiler.chmod(0o755)
     monkeypatch.setenv("CXX", str(compiler))
-    with pytest.raises(build.BuildError, match="no such header"):
+    with pytest.raises(libraries.BuildError, match="no such header"):
         build.build()
     assert not list((fresh / "kernels").glob("*.so"))
     assert not ops.have_native() and calls_linear()
 
 
 def test_the_kernels_can_be_switched_off(fresh: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(build.KERNELS_ENV, "torch")
+    monkeypatch.setenv(libraries.KERNELS_ENV, "torch")
     assert not ops.have_native() and calls_linear()
     assert not (fresh / "kernels").exists()

@@ -10,6 +10,8 @@ from typing import Protocol
 
 import torch
 
+from inkling_rl.formats.kernels import cpu_mxfp8, cpu_nvfp4
+from inkling_rl.formats.kernels.cpu_library import have_native
 from inkling_rl.formats.reference import mxfp8 as reference_mxfp8
 from inkling_rl.formats.reference import nvfp4 as reference_nvfp4
 
@@ -40,9 +42,13 @@ class MXFP8Kernels(Protocol):
 
 def nvfp4(device: torch.device) -> NVFP4Kernels:
     """Implementation of NVFP4 for tensors of `device`."""
+    if device.type == "cpu" and have_native():
+        return cpu_nvfp4
     return reference_nvfp4
 
 
 def mxfp8(device: torch.device) -> MXFP8Kernels:
     """Implementation of MXFP8 for tensors of `device`."""
+    if device.type == "cpu" and have_native():
+        return cpu_mxfp8
     return reference_mxfp8
