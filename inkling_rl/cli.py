@@ -1,4 +1,4 @@
-"""The command line: `inkling-rl train | init | serve | verify`.
+"""The command line: `inkling-rl train | init | serve | verify | convert`.
 
 Parsing comes first; what a command needs is imported inside it, so that `--help` answers at once. A fault of the user's
 is one message on standard error and exit status 2; a failed run or a failed comparison is 1.
@@ -139,6 +139,42 @@ def verify(
         typer.echo(text, nl=False)
     typer.echo(result["line"], err=True)
     raise typer.Exit(0 if result["ok"] else 1)
+
+
+@app.command()
+def convert(
+    source: Annotated[str, typer.Argument(metavar="SRC", help="Checkpoint directory or builtin:NAME.")],
+    target: Annotated[Path, typer.Argument(metavar="DST", help="New or empty directory.")],
+    to: Annotated[
+        Literal["bf16", "release"], typer.Option(help="BF16 experts with their scales beside, or NVFP4 and MXFP8.")
+    ],
+    layers: Annotated[
+        str | None, typer.Option(metavar="0-3,7", help="Convert only these layers' experts, copy the rest.")
+    ] = None,
+    check: Annotated[bool, typer.Option("--check", help="Read the result again and prove it.")] = False,
+) -> None:
+    """Convert a checkpoint's experts to BF16, or back to the release's formats."""
+    chosen = None if layers is None else _layer_numbers(layers)
+    from inkling_rl.checkpoint.convert import convert as run
+    from inkling_rl.checkpoint.progress import Progress
+    from inkling_rl.checkpoint.proof import ProofError
+
+    try:
+        summary = run(source, target, to, layers=chosen, check=check, progress=Progress())
+    except ProofError as error:
+        typer.echo(f"check failed: {error}", err=True)
+        raise typer.Exit(1) from error
+    typer.echo(summary.line)
+
+
+def _layer_numbers(text: str) -> list[int]:
+    numbers: list[int] = []
+    for part in text.split(","):
+        first, dash, last = part.strip().partition("-")
+        if not (first.isdecimal() and (last.isdecimal() if dash else True)) or int(last or first) < int(first):
+            raise typer.BadParameter(f"must be numbers and ranges like 0-3,7; got {text}", param_hint="--layers")
+        numbers += range(int(first), int(last or first) + 1)
+    return numbers
 
 
 def _recipe_of(run: Path) -> str:

@@ -12,7 +12,7 @@ DeepSpec under the prefix `model.dspark.`.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -172,6 +172,16 @@ def expert_formats(quant: Config | None, config: Config) -> list[ExpertFormat]:
             )
         formats[layer] = _format_tag(entry, f"{where}.quantized_layers.{prefix}")
     return formats
+
+
+def quantized_layers(formats: Sequence[ExpertFormat]) -> dict[str, dict[str, Any]]:
+    """The entries of hf_quant_config.json for these formats, one per layer; the inverse of `expert_formats`."""
+    algos = {tag: algo for algo, tag in _QUANT_ALGOS.items()}
+    return {
+        experts_prefix(layer): {"quant_algo": algos[tag], "group_size": _GROUP_SIZES[tag]}
+        for layer, tag in enumerate(formats)
+        if tag != "bf16"
+    }
 
 
 def release_tensors(config: Config, quant: Config | None) -> dict[str, TensorSpec]:

@@ -95,10 +95,10 @@ class ShardWriter:
         if file.is_complete:
             file.close()
 
-    def copy(self, name: str, source: TensorFile) -> None:
-        """Copy a whole tensor from another file."""
+    def copy_rows(self, name: str, source: TensorFile, start: int, stop: int) -> None:
+        """Copy the next rows of a tensor from another file."""
         file = self._files[self.weight_map[name]]
-        file.copy(name, source)
+        file.copy(name, source, start, stop)
         if file.is_complete:
             file.close()
 
@@ -112,6 +112,8 @@ class ShardWriter:
         compare(self.specs, {name: spec for name, spec in self.specs.items() if name not in missing}, self.where)
         for file in self._files.values():
             file.close()
+        if not self.specs:
+            return
         total = sum(num_bytes(spec) for spec in self.specs.values())
         index = {"metadata": {"total_size": total}, "weight_map": dict(sorted(self.weight_map.items()))}
         (self.directory / f"{self.prefix}.safetensors.index.json").write_text(to_json(index), encoding="utf-8")

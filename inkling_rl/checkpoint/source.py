@@ -22,6 +22,8 @@ if TYPE_CHECKING:
 
     import torch
 
+    from inkling_rl.checkpoint.reader import Checkpoint
+
 QUANT_FILE = "source_hf_quant_config.json"
 """hf_quant_config.json of the release; says which layers the companions are of."""
 CONFIG_FILE = "source_config.json"
@@ -72,3 +74,13 @@ def digests(stored: Mapping[str, torch.Tensor], matrix: str) -> torch.Tensor:
             digest.update(memoryview(part.contiguous().reshape(-1).view(torch.uint8).numpy()))
         rows.append(torch.frombuffer(bytearray(digest.digest()), dtype=torch.uint8))
     return torch.stack(rows)
+
+
+def source_companions(
+    checkpoint: Checkpoint, name: str, matrix: str, start: int, stop: int
+) -> dict[str, torch.Tensor] | None:
+    """Companions and digests of dequantised experts `start` to `stop`, by what follows `mlp.experts.`, or None."""
+    names = [key for key in checkpoint.source_shards if key.startswith(f"{name}_")]
+    if not names:
+        return None
+    return {matrix + key.removeprefix(name): checkpoint.rows(key, start, stop) for key in names}

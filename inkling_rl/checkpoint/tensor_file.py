@@ -15,7 +15,7 @@ from __future__ import annotations
 import errno
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
@@ -73,6 +73,12 @@ class Place:
     @property
     def num_rows(self) -> int:
         return self.spec.shape[0] if self.spec.shape else 1
+
+    def chunks(self, max_bytes: int) -> Iterator[tuple[int, int]]:
+        """First row and the one after the last of pieces of about `max_bytes`, one row at least."""
+        step = max(1, max_bytes // max(1, self.row_bytes))
+        for start in range(0, self.num_rows, step):
+            yield start, min(start + step, self.num_rows)
 
 
 class TensorFile:
@@ -155,24 +161,17 @@ class TensorFileWriter:
         assert content.numel() == num_rows * place.row_bytes, f"{name}: {list(rows.shape)}"
         _write(self.descriptor, memoryview(content.numpy()), place.offset + start * place.row_bytes)
 
-    def copy(self, name: str, source: TensorFile) -> None:
-        """Copy a whole tensor of another file, by the kernel where it can."""
+    def copy(self, name: str, source: TensorFile, start: int, stop: int) -> None:
+        """Copy rows `start` to `stop` of a tensor of another file, by the kernel where it can."""
         place, origin = self.places[name], source.places[name]
         assert place.spec == origin.spec, name
-        self._advance(name, 0, place.num_rows)
-        done, in_kernel = 0, True
-        while done < place.num_bytes:
-            size = min(COPY_BYTES, place.num_bytes - done)
-            count = 0
+        self._advance(name, start, stop - start)
+        done, end, in_kernel = start * place.row_bytes, stop * place.row_bytes, True
+        while done < end:
+            size, count = min(COPY_BYTES, end - done), 0
             if in_kernel:
-                try:
-                    count = os.copy_file_range(
-                        source.descriptor, self.descriptor, size, origin.offset + done, place.offset + done
-                    )
-                except OSError as error:
-                    if error.errno == errno.ENOSPC:
-                        raise
-                in_kernel = count > 0  # another file system, or a kernel that cannot: by hand from here on
+                count = _copy_in_kernel(source, self, size, origin.offset + done, place.offset + done)
+                in_kernel = count > 0
             if not count:
                 buffer = memoryview(bytearray(size))
                 source._fill(buffer, origin.offset + done)
@@ -201,6 +200,16 @@ class TensorFileWriter:
                 f"{self._rows[name]}. Remove what came twice"
             )
         self._rows[name] += num_rows
+
+
+def _copy_in_kernel(source: TensorFile, target: TensorFileWriter, size: int, offset: int, target_offset: int) -> int:
+    """Bytes copied; 0 between file systems, or under a kernel, that cannot."""
+    try:
+        return os.copy_file_range(source.descriptor, target.descriptor, size, offset, target_offset)
+    except OSError as error:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EIO):
+            raise
+        return 0
 
 
 def _write(descriptor: int, buffer: memoryview, offset: int) -> None:
