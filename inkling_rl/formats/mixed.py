@@ -80,7 +80,7 @@ def dequantize_matrix(
     if expert_format == "mxfp8":
         parts = [mxfp8.MXFP8Tensor(c, s) for c, s in zip(codes, scale, strict=True)]
     else:
-        denominator = _denominator(tensors[f"{matrix}_outer_scale_denominator"], f"{name}.{matrix}")
+        denominator = read_denominator(tensors[f"{matrix}_outer_scale_denominator"], f"{name}.{matrix}")
         amax = tensors[f"{matrix}_amax"].float()
         parts = [nvfp4.NVFP4Tensor(c, s, a, denominator) for c, s, a in zip(codes, scale, amax, strict=True)]
     columns = weight.shape[-1] * (2 if expert_format == "nvfp4" else 1)
@@ -163,7 +163,7 @@ def _quantize_matrix(
         return {matrix: m.codes.view(torch.float8_e4m3fn), f"{matrix}_scale": m.scales}
     if source is not None:
         amax: torch.Tensor | None = source[f"{matrix}_amax"]
-        scale_max = _denominator(source[f"{matrix}_outer_scale_denominator"], label) // 6
+        scale_max = read_denominator(source[f"{matrix}_outer_scale_denominator"], label) // 6
     else:
         amax = anchors.get(f"{matrix}_amax")
     t = nvfp4.quantize(weight, amax, scales, scale_max, name=label)
@@ -175,7 +175,12 @@ def _quantize_matrix(
     }
 
 
-def _denominator(stored: torch.Tensor, label: str) -> int:
+def read_denominator(stored: torch.Tensor, label: str) -> int:
+    """The stored `_outer_scale_denominator` of matrix `label`.
+
+    Raises:
+        FormatError: anything but a scalar 1536 or 2688.
+    """
     value = float(stored) if stored.numel() == 1 else float("nan")
     if value not in nvfp4.DENOMINATORS:
         got = value if stored.numel() == 1 else f"a tensor of shape {list(stored.shape)}"

@@ -1,0 +1,34 @@
+"""Implementations of Marlin's layouts, chosen by device: the seam between `formats.marlin` and what moves the bytes.
+
+Each implementation has the two functions of `inkling_rl.formats.reference.marlin` named here, with the same arguments
+and the same bytes.
+"""
+
+from __future__ import annotations
+
+from typing import Protocol
+
+import torch
+
+from inkling_rl.formats.kernels import cpu_marlin, torch_marlin
+
+
+class MarlinKernels(Protocol):
+    """See `inkling_rl.formats.reference.marlin`."""
+
+    def pack_weight(self, codes: torch.Tensor, bits: int, shards: int, rows: int, columns: int, /) -> torch.Tensor: ...
+
+    def permute_scales(
+        self, scales: torch.Tensor, shift: int | None, shards: int, rows: int, groups: int, /
+    ) -> torch.Tensor: ...
+
+
+def choose(device: torch.device) -> MarlinKernels:
+    """Implementation for tensors of `device`: Triton on CUDA, C++ on the CPU, torch without a compiler or elsewhere."""
+    if device.type == "cuda":
+        from inkling_rl.formats.kernels import triton_marlin
+
+        return triton_marlin
+    if device.type == "cpu" and cpu_marlin.functions() is not None:
+        return cpu_marlin
+    return torch_marlin

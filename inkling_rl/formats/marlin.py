@@ -1,0 +1,223 @@
+"""Fused experts in the layout that vLLM's Marlin kernels hold after loading, and back.
+
+A layer's experts on Hopper, after vLLM's `process_weights_after_loading`, are these parameters of the fused-experts
+module; the functions here return them under the same names, ready to be copied over the engine's own tensors:
+
+| name | NVFP4 | MXFP8 |
+|---|---|---|
+| `w13_weight` | int32 `[E, H/16, 4 P]` | int32 `[E, H/16, 8 P]` |
+| `w13_weight_scale` | float8_e4m3fn `[E, H/16, 2 P]` | float8_e8m0fnu `[E, H/32, 2 P]` |
+| `w13_weight_scale_2` | float32 `[E]` | - |
+| `w2_weight` | int32 `[E, P/16, 2 H]` | int32 `[E, P/16, 4 H]` |
+| `w2_weight_scale` | float8_e4m3fn `[E, P/16, H]` | float8_e8m0fnu `[E, P/32, H]` |
+| `w2_weight_scale_2` | float32 `[E]` | - |
+
+E are the local experts (an expert-parallel rank passes its own), H the hidden size and P the local expert width
+`F / tp_size`, padded with zeros as `padded_width` says. The E4M3 type of the NVFP4 scales is a container: their bytes
+have five exponent bits and no sign. `w13_input_scale` and `w2_input_scale` are None there: activations stay bfloat16.
+
+NVFP4 scales of one matrix are moved up by a power of two that depends on the largest scale of *all local experts*, so
+ranks with different experts or slices may differ in it, and one expert alone must not be rewritten without it. Scales
+too small for the format become zero, and their weights with them (`flushed_blocks` counts them).
+
+Not an arithmetic of its own: `inkling_rl.formats.mixed` quantises, `reference.marlin` defines the bytes. Source: vLLM
+0.30, `fused_moe/oracle/{nvfp4,fp8}.py` and `quantization/utils/marlin_utils_fp{4,8}.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+
+from inkling_rl.formats import ExpertFormat, kernels, mixed
+from inkling_rl.formats.errors import FormatError, refuse_non_finite
+from inkling_rl.formats.kernels import marlin as marlin_kernels
+from inkling_rl.formats.marlin_inverse import dequantize, to_release
+from inkling_rl.formats.marlin_layout import (
+    BITS,
+    BLOCK_SIZES,
+    SCALE_DTYPES,
+    SHARDS,
+    check_format,
+    check_sizes,
+    layer_sizes,
+    padded_width,
+    shapes,
+    slice_matrix,
+    slice_source,
+    slice_tensor,
+)
+from inkling_rl.formats.reference import marlin as reference
+
+__all__ = ["dequantize", "flushed_blocks", "from_release", "from_weights", "padded_width", "shapes", "to_release"]
+
+
+def from_release(
+    stored: Mapping[str, torch.Tensor],
+    expert_format: ExpertFormat,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    name: str = "experts",
+) -> dict[str, torch.Tensor]:
+    """The engine's tensors of a layer from those a release stores.
+
+    Args:
+        stored: `w13_weight`, `w2_weight` and their companions as `mixed.quantize_layer` returns them, local experts
+            only; any device.
+        expert_format: `nvfp4` or `mxfp8`.
+        tp_rank: of the tensor-parallel slice: gate and up rows of w13, columns of w2.
+        tp_size: 1 for none.
+        name: prefix of tensor names in errors.
+
+    Raises:
+        FormatError: companions missing, another format, sizes that Marlin or the slice cannot take, scales that are
+            negative or NaN, an outer scale that the engine's float32 cannot hold.
+    """
+    check_format(expert_format, name)
+    for matrix in mixed.MATRICES:
+        found = mixed.stored_format(stored, matrix, name)
+        if found != expert_format:
+            raise FormatError(f"{name}.{matrix} must be {expert_format}; got {found}. Pass the format of this layer")
+    _, hidden, width = layer_sizes(stored["w13_weight"], stored["w2_weight"], BITS[expert_format], name)
+    check_sizes(hidden, width, expert_format, tp_size, tp_rank, name)
+    engine: dict[str, torch.Tensor] = {}
+    for matrix in mixed.MATRICES:
+        part = slice_matrix(stored, matrix, width, BITS[expert_format], tp_rank, tp_size)
+        engine |= _engine_matrix(part, matrix, expert_format, hidden, width // tp_size, f"{name}.{matrix}")
+    return engine
+
+
+def from_weights(
+    w13: torch.Tensor,
+    w2: torch.Tensor,
+    expert_format: ExpertFormat,
+    source: Mapping[str, torch.Tensor] | None = None,
+    *,
+    anchors: Mapping[str, torch.Tensor] | None = None,
+    scale_max: int = 256,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    name: str = "experts",
+) -> dict[str, torch.Tensor]:
+    """The engine's tensors of a layer straight from its weights; arguments as `mixed.quantize_layer` has them.
+
+    The weights are whole experts; with `tp_size` only the slice is quantised, under the anchor of the whole expert
+    unless one is given.
+
+    Raises:
+        FormatError: as `mixed.quantize_layer` and `from_release`.
+    """
+    check_format(expert_format, name)
+    _, hidden, width = layer_sizes(w13, w2, 8, name)
+    check_sizes(hidden, width, expert_format, tp_size, tp_rank, name)
+    if tp_size > 1:
+        whole = {"w13_weight": w13, "w2_weight": w2}
+        if expert_format == "nvfp4":
+            anchors = {**_largest(whole, source, anchors or {}, name), **(anchors or {})}
+        w13, w2 = (slice_tensor(whole[m], m, width, tp_rank, tp_size, 1) for m in mixed.MATRICES)
+        source = None if source is None else slice_source(source, width, expert_format, tp_rank, tp_size)
+    stored = mixed.quantize_layer(w13, w2, expert_format, source, anchors=anchors, scale_max=scale_max, name=name)
+    return from_release(stored, expert_format, name=name)
+
+
+def flushed_blocks(
+    stored: Mapping[str, torch.Tensor],
+    expert_format: ExpertFormat,
+    *,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    name: str = "experts",
+) -> dict[str, torch.Tensor]:
+    """Blocks with values that Marlin drops because it takes their scale for zero: int64 `[E]` for each matrix.
+
+    NVFP4: scales below `2^(-6 - shift)`, for shift 0 the E4M3 subnormals; MXFP8: scale byte 0 (2^-127).
+
+    Raises:
+        FormatError: as `from_release`.
+    """
+    check_format(expert_format, name)
+    _, hidden, width = layer_sizes(stored["w13_weight"], stored["w2_weight"], BITS[expert_format], name)
+    check_sizes(hidden, width, expert_format, tp_size, tp_rank, name)
+    counts = {}
+    for matrix in mixed.MATRICES:
+        part = slice_matrix(stored, matrix, width, BITS[expert_format], tp_rank, tp_size)
+        codes, scales = part[matrix].view(torch.uint8), part[f"{matrix}_scale"].view(torch.uint8)
+        magnitudes = codes & (0x77 if expert_format == "nvfp4" else 0x7F)
+        alive = (magnitudes != 0).unflatten(-1, (scales.shape[-1], -1)).any(-1)
+        if expert_format == "nvfp4":
+            shift = reference.scale_shift(_largest_scale(scales, "nvfp4", f"{name}.{matrix}"))
+            lost = (scales != 0) & (reference.scale_bytes(scales, shift) == 0)
+        else:
+            lost = scales == 0
+        counts[matrix] = (alive & lost).sum((1, 2))
+    return counts
+
+
+def _engine_matrix(
+    part: Mapping[str, torch.Tensor], matrix: str, expert_format: ExpertFormat, hidden: int, width: int, label: str
+) -> dict[str, torch.Tensor]:
+    """The engine's tensors of one matrix from the (sliced) stored ones."""
+    padded, block, bits = padded_width(width, hidden, expert_format), BLOCK_SIZES[expert_format], BITS[expert_format]
+    rows, columns = (padded, hidden) if matrix == "w13_weight" else (hidden, padded)
+    codes, scales = part[matrix].view(torch.uint8), part[f"{matrix}_scale"].view(torch.uint8)
+    implementation = marlin_kernels.choose(codes.device)
+    largest = _largest_scale(scales, expert_format, label)
+    shift = reference.scale_shift(largest) if expert_format == "nvfp4" else None
+    engine = {
+        matrix: implementation.pack_weight(codes, bits, SHARDS[matrix], rows, columns),
+        f"{matrix}_scale": implementation.permute_scales(scales, shift, SHARDS[matrix], rows, columns // block).view(
+            SCALE_DTYPES[expert_format]
+        ),
+    }
+    if shift is not None:
+        denominator = mixed.read_denominator(part[f"{matrix}_outer_scale_denominator"], label)
+        engine[f"{matrix}_scale_2"] = _outer_scale(part[f"{matrix}_amax"].float(), denominator, shift, label)
+    return engine
+
+
+def _outer_scale(amax: torch.Tensor, denominator: int, shift: int, label: str) -> torch.Tensor:
+    outer = reference.outer_scale(amax, denominator, shift)
+    bad = ~(torch.isfinite(outer) & (outer >= 0))
+    if bool(bad.any()):
+        expert = int(bad.nonzero()[0])
+        got = f"{float(amax[expert])} for expert {expert}"
+        raise FormatError(
+            f"{label}_amax must be at least 0 and below {denominator * 512}, or Marlin's outer scale, 2^119 times "
+            f"amax / denominator, overflows; got {got}. Find where training diverged"
+        )
+    return outer
+
+
+def _largest_scale(scales: torch.Tensor, expert_format: ExpertFormat, label: str) -> int:
+    """The largest byte, after refusing those that are no scale: negative or NaN E4M3 (0x7F and above), NaN E8M0."""
+    maxima = scales.amax((1, 2)).tolist()
+    limit = 0x7E if expert_format == "nvfp4" else 0xFE
+    for expert, largest in enumerate(maxima):
+        if largest > limit:
+            count = int((scales[expert] > limit).sum())
+            raise FormatError(
+                f"{label}_scale must hold positive numbers, bytes up to 0x{limit:02x}; got {count} others in expert "
+                f"{expert}, the largest 0x{largest:02x}. The stored tensor is damaged"
+            )
+    return max(maxima)
+
+
+def _largest(
+    weights: Mapping[str, torch.Tensor],
+    source: Mapping[str, torch.Tensor] | None,
+    anchors: Mapping[str, torch.Tensor],
+    name: str,
+) -> dict[str, torch.Tensor]:
+    """Anchors of whole experts for the matrices that have neither a given anchor nor a source."""
+    found = {}
+    for matrix, weight in weights.items():
+        key = f"{matrix}_amax"
+        if key in anchors or (source is not None and key in source):
+            continue
+        amax = kernels.nvfp4(weight.device).largest(weight)
+        if not bool(torch.isfinite(amax).all()):
+            refuse_non_finite((~torch.isfinite(weight)).sum((1, 2)).tolist(), 3, f"{name}.{matrix}")
+        found[key] = amax
+    return found
