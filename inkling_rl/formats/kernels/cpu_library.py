@@ -44,9 +44,9 @@ _SIGNATURES: dict[str, list[Any]] = {
 
 
 @cache
-def functions() -> Any:
+def functions(kernels: NativeLibrary = KERNELS) -> Any:
     """The library with argument types set, or None when there is none."""
-    loaded = KERNELS.load()
+    loaded = kernels.load()
     if loaded is None:
         return None
     for name, types in _SIGNATURES.items():

@@ -4,12 +4,24 @@
 //
 // Sizes are int64, `half` says that values are bfloat16. Work is cut into chunks of blocks that belong to one expert; how
 // they are spread over threads changes nothing.
+#if defined(__linux__)
+#include <sys/mman.h>
+#endif
 #include <vector>
 
 #include "mxfp8.h"
 #include "nvfp4.h"
 
 namespace {
+
+// Asks for large pages under a result that nobody has touched yet: faulting in small ones costs more than the conversion.
+inline void large_pages(void* p, int64_t bytes) {
+#if defined(__linux__) && defined(MADV_HUGEPAGE)
+  constexpr uintptr_t PAGE = 2 << 20;
+  const uintptr_t first = ((uintptr_t)p + PAGE - 1) & ~(PAGE - 1), last = ((uintptr_t)p + bytes) & ~(PAGE - 1);
+  if (first < last) madvise((void*)first, last - first, MADV_HUGEPAGE);  // advice: a refusal changes nothing
+#endif
+}
 
 // Calls work(chunk) for 0 <= chunk < chunks on `threads` threads, each in the default rounding.
 template <class F> void for_chunks(int64_t chunks, int64_t values, int64_t threads, F work) {
@@ -81,8 +93,8 @@ void fmt_largest(const Weight* w, float* out, int64_t threads) {
 void fmt_quantize_nvfp4(const Weight* w, const float* anchor, int64_t denominator, const uint8_t* given, uint8_t* codes,
                         uint8_t* scales, int64_t* counts, int64_t threads) {
   const int64_t blocks = w->rows * (w->columns / 16);
-  const auto quantize = w->half ? (given ? quantize_nvfp4<bf16, true> : quantize_nvfp4<bf16, false>)
-                                : (given ? quantize_nvfp4<float, true> : quantize_nvfp4<float, false>);
+  large_pages(codes, 8 * w->experts * blocks);
+  const auto quantize = w->half ? quantize_nvfp4<bf16> : quantize_nvfp4<float>;
   for_blocks(w->experts, blocks, 16, threads, [&](int64_t expert, int64_t first, int64_t n) {
     const int64_t at = expert * blocks + first;
     const Counts found = quantize(*w, expert, first, n, anchor[expert], denominator, given ? given + at : nullptr,
@@ -95,6 +107,7 @@ void fmt_quantize_nvfp4(const Weight* w, const float* anchor, int64_t denominato
 
 void fmt_dequantize_nvfp4(const uint8_t* codes, const uint8_t* scales, const float* amax, int64_t denominator,
                           int64_t experts, int64_t blocks, void* out, int64_t half, int64_t threads) {
+  large_pages(out, experts * blocks * 16 * (half ? 2 : 4));
   if (half) dequantize(codes, scales, amax, denominator, experts, blocks, (bf16*)out, threads);
   else dequantize(codes, scales, amax, denominator, experts, blocks, (float*)out, threads);
 }
@@ -103,6 +116,7 @@ void fmt_dequantize_nvfp4(const uint8_t* codes, const uint8_t* scales, const flo
 void fmt_quantize_mxfp8(const Weight* w, const uint8_t* given, uint8_t* codes, uint8_t* scales, int64_t* counts,
                         int64_t threads) {
   const int64_t blocks = w->rows * (w->columns / 32);
+  large_pages(codes, 32 * w->experts * blocks);
   const auto quantize = w->half ? quantize_mxfp8<bf16> : quantize_mxfp8<float>;
   for_blocks(w->experts, blocks, 32, threads, [&](int64_t expert, int64_t first, int64_t n) {
     const int64_t at = expert * blocks + first;
@@ -113,6 +127,7 @@ void fmt_quantize_mxfp8(const Weight* w, const uint8_t* given, uint8_t* codes, u
 
 void fmt_dequantize_mxfp8(const uint8_t* codes, const uint8_t* scales, int64_t blocks, void* out, int64_t half,
                           int64_t threads) {
+  large_pages(out, blocks * 32 * (half ? 2 : 4));
   if (half) dequantize(codes, scales, blocks, (bf16*)out, threads);
   else dequantize(codes, scales, blocks, (float*)out, threads);
 }

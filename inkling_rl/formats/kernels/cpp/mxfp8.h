@@ -5,30 +5,41 @@
 
 namespace {
 
+inline vu larger(vu a, vu b) { return most(a, b); }
+inline vu larger_halves(vu a, vu b) { return (vu)most((vhh)a, (vhh)b); }
+
+// Lane b of the result folds the lanes of part[b].
+template <vu (*FOLD)(vu, vu), int N> inline vu fold(const vu (&part)[N]) {
+  if constexpr (N == 1) {
+    return part[0];
+  } else {
+    vu next[N / 2];
+#pragma GCC unroll 8
+    for (int i = 0; i < N / 2; ++i)
+      next[i] = FOLD(evens(part[2 * i], part[2 * i + 1]), odds(part[2 * i], part[2 * i + 1]));
+    return fold<FOLD>(next);
+  }
+}
+
 // Largest magnitude of each of VL blocks of 32 values, as bits.
 inline vu block_maxima(const bf16* p) {
-  vhh part[VL];
+  vu part[VL];
+#pragma GCC unroll 16
   for (int b = 0; b < VL; ++b) {
-    part[b] = load_as<vhh>(p + 32 * b) & 0x7FFF;
-    if (VL == 8) part[b] = most(part[b], (vhh)(load_as<vhh>(p + 32 * b + 16) & 0x7FFF));
+    part[b] = load_as<vu>(p + 32 * b) & 0x7FFF7FFFu;
+    if (VL == 8) part[b] = larger_halves(part[b], load_as<vu>(p + 32 * b + 16) & 0x7FFF7FFFu);
   }
-  for (int count = VL; count > 1; count /= 2)
-    for (int i = 0; i < count; i += 2) {
-      const vu a = (vu)part[i], b = (vu)part[i + 1];
-      part[i / 2] = most((vhh)evens(a, b), (vhh)odds(a, b));
-    }
-  const vu pair = (vu)part[0];
+  const vu pair = fold<larger_halves>(part);
   return most(pair << 16, pair & 0xFFFF0000u);
 }
 inline vu block_maxima(const float* p) {
   vu part[VL];
+#pragma GCC unroll 16
   for (int b = 0; b < VL; ++b) {
-    part[b] = vu{};
-    for (int i = 0; i < 32; i += VL) part[b] = most(part[b], load_as<vu>(p + 32 * b + i) & ABS);
+    part[b] = load_as<vu>(p + 32 * b) & ABS;
+    for (int i = VL; i < 32; i += VL) part[b] = most(part[b], load_as<vu>(p + 32 * b + i) & ABS);
   }
-  for (int count = VL; count > 1; count /= 2)
-    for (int i = 0; i < count; i += 2) part[i / 2] = most(evens(part[i], part[i + 1]), odds(part[i], part[i + 1]));
-  return part[0];
+  return fold<larger>(part);
 }
 
 inline vu ceiling_scales(vu top) {
@@ -41,6 +52,8 @@ inline vu powers(vu byte) {  // bits of 2^(byte - 127); byte 0 is a subnormal, 2
   const vu normal = byte == 0 ? splat(0x00400000u) : byte << 23;
   return byte == 255 ? splat(0x7FC00000u) : normal;
 }
+
+inline uint32_t power(uint8_t byte) { return byte == 0 ? 0x00400000u : byte == 255 ? 0x7FC00000u : (uint32_t)byte << 23; }
 
 // Codes of VL scaled values in the low bytes of the lanes.
 inline vu e4m3_codes(vu x, float inverse) {
@@ -72,12 +85,10 @@ template <class T> __attribute__((noinline)) int64_t quantize_mxfp8(
     const T* p = source.next(n);
     const vu top = block_maxima(p);
     highest = most(highest, top);
-    vb bytes{};
-    if (given) std::memcpy(&bytes, given + done, n);
-    else bytes = __builtin_convertvector(ceiling_scales(top), vb);
-    std::memcpy(scales + done, &bytes, n);
+    const vu scale = given ? load_bytes(given + done, n) : ceiling_scales(top);
+    store_bytes(scales + done, scale, n);
     // Multiplying by the mirrored power is exact; a NaN scale (byte 255) mirrors into itself.
-    store_as(inverse, powers((254 - __builtin_convertvector(bytes, vu)) & 0xFF));
+    store_as(inverse, powers((254 - scale) & 0xFF));
     for (int64_t b = 0; b < n; ++b) {
       uint8_t* to = codes + 32 * (done + b);
       if (inverse[b] == inverse[b]) encode_block(p + 32 * b, inverse[b], to);
@@ -87,17 +98,34 @@ template <class T> __attribute__((noinline)) int64_t quantize_mxfp8(
   return any((vu)(highest >= EXPONENT)) ? non_finite<T, 32>(w, expert, first, blocks) : 0;
 }
 
+// Values of VL codes. A half-precision number with the code's bits is the value times 2^-8, subnormals included.
+inline vf code_values(const uint8_t* codes) {
+#if defined(__AVX512F__) || (defined(__AVX2__) && defined(__F16C__))
+  const vh code = __builtin_convertvector(load_as<vb>(codes), vh);
+  const vh half = (code & 0x80) << 8 | (code & 0x7F) << 7;
+#if defined(__AVX512F__)
+  const vf value = (vf)_mm512_cvtph_ps((__m256i)half) * 256.0f;
+#else
+  const vf value = (vf)_mm256_cvtph_ps((__m128i)half) * 256.0f;
+#endif
+  return (vf)(((vu)value & ABS) == bits_of(480.0f) ? splat(0x7FC00000u) : (vu)value);  // what would be 480 is NaN
+#else
+  return e4m3_values(load_bytes(codes, VL));
+#endif
+}
+
 template <class T> __attribute__((noinline)) void dequantize_mxfp8(
     const uint8_t* codes, const uint8_t* scales, int64_t blocks, T* out) {
-  alignas(64) float scale[VL];
-  for (int64_t done = 0; done < blocks; done += VL) {
-    const int64_t n = std::min<int64_t>(VL, blocks - done);
-    vb bytes{};
-    std::memcpy(&bytes, scales + done, n);
-    store_as(scale, powers(__builtin_convertvector(bytes, vu)));
-    for (int64_t b = 0; b < n; ++b)
-      for (int64_t i = 32 * (done + b); i < 32 * (done + b + 1); i += VL)
-        store_values(out + i, as_stored(T{}, e4m3_values(__builtin_convertvector(load_as<vb>(codes + i), vu)) * scale[b]));
+  // From here on every result is normal, or zero, or above all, and its four significant bits fit bfloat16 as they are.
+  constexpr uint8_t EXACT = 10;
+  for (int64_t block = 0; block < blocks; ++block) {
+    const float scale = float_of(power(scales[block]));
+    const bool exact = scales[block] >= EXACT;
+#pragma GCC unroll 4
+    for (int64_t i = 32 * block; i < 32 * block + 32; i += VL) {
+      const vf value = code_values(codes + i) * scale;
+      store_values(out + i, exact ? as_truncated(T{}, value) : as_stored(T{}, value));
+    }
   }
 }
 

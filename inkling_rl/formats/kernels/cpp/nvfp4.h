@@ -36,27 +36,35 @@ inline vf inverse_step(vf scale, const Anchor& anchor) {
   return inverse > FLOAT_MAX ? splat(FLOAT_MAX) : inverse;
 }
 
-// One of the two scales tried: the sums of all values (their codes) and the error, added in order.
-template <bool LEVELS_SCALE> inline vf attempt(const vf (&a)[16], vf scale, const Anchor& anchor, vf (&sums)[16]) {
-  const vf inverse = inverse_step(scale, anchor);
-  const vf level1 = (scale * anchor.amax) / anchor.denominator;
-  const vf level15 = ((1.5f * scale) * anchor.amax) / anchor.denominator;
-  vf error{};
-  for (int i = 0; i < 16; ++i) {
-    const E2M1 coded = e2m1(a[i] * inverse);
-    sums[i] = coded.sum;
+// One of the two scales tried. The error is added value by value in order; the two attempts go side by side, because each
+// of their sums alone is a chain that leaves most of the processor idle.
+template <bool LEVELS_SCALE> struct Attempt {
+  E4M3 scale;
+  vf inverse, level, half, error;
+
+  inline void prepare(const Anchor& anchor, vf base) {
+    scale = e4m3(least((vu)base, splat(bits_of(448.0f))));
+    inverse = inverse_step(scale.value, anchor);
+    level = (scale.value * anchor.amax) / anchor.denominator;
+    const vf level15 = ((1.5f * scale.value) * anchor.amax) / anchor.denominator;
+    half = (level15 - level) * 2.0f;  // exact: the two are within a factor of two
+    error = vf{};
+  }
+
+  inline vf add(const Anchor& anchor, vf magnitude) {  // returns the sum that holds the code
+    const E2M1 coded = e2m1(magnitude * inverse);
     const vf q = coded.sum - coded.magic;
     vf value;
     if (LEVELS_SCALE) {
-      const vf level = ((vu)q & 0x400000) != 0 ? level15 : level1;  // 1.5, 3 and 6 have that bit
-      value = (vf)((vu)q & EXPONENT) * level;
+      const vf power = (vf)((vu)q & EXPONENT);                     // q is it, or one and a half times it
+      value = multiply_add(power, level, (q - power) * half);      // exact, fused or not
     } else {
-      value = ((q * scale) * anchor.amax) / anchor.denominator;
+      value = ((q * scale.value) * anchor.amax) / anchor.denominator;
     }
-    error = error + (vf)((vu)(value - a[i]) & ABS);
+    error = error + (vf)((vu)(value - magnitude) & ABS);
+    return coded.sum;
   }
-  return error;
-}
+};
 
 // Codes of 16 values per lane to 8 bytes per lane: `low` has values 0-7, `high` 8-15.
 struct Packed {
@@ -69,79 +77,103 @@ struct Packed {
   inline void store(uint8_t* codes, uint8_t* scales, vu scale, int64_t n) {
     const vu keep = (vu)(scale != 0);  // a block whose scale byte is 0 stores codes 0
     const vu first = zip_low(low & keep, high & keep), second = zip_high(low & keep, high & keep);
-    const vb bytes = __builtin_convertvector(scale, vb);
-    if (n == VL) {
-      store_as(codes, first);
-      store_as(codes + sizeof first, second);
-      store_as(scales, bytes);
-      return;
-    }
+    store_bytes(scales, scale, n);
     uint8_t whole[8 * VL];
-    store_as(whole, first);
-    store_as(whole + sizeof first, second);
-    std::memcpy(codes, whole, 8 * n);
-    std::memcpy(scales, &bytes, n);
+    uint8_t* to = n == VL ? codes : whole;
+    store_as(to, first);
+    store_as(to + sizeof first, second);
+    if (n < VL) std::memcpy(codes, whole, 8 * n);
   }
 };
 
-template <bool LEVELS_SCALE> inline vu choose(const Lanes& lanes, vf base, const Anchor& anchor, Packed& packed) {
-  vf a[16], sums6[16], sums4[16];
-  for (int i = 0; i < 16; ++i) a[i] = (vf)(lanes.x[i] & ABS);
-  const vu limit = splat(bits_of(448.0f));
-  const E4M3 scale6 = e4m3(least((vu)base, limit)), scale4 = e4m3(least((vu)(base * 1.5f), limit));
-  const vf error6 = attempt<LEVELS_SCALE>(a, scale6.value, anchor, sums6);
-  const vf error4 = attempt<LEVELS_SCALE>(a, scale4.value, anchor, sums4);
-  const vi four = error4 < error6;
-  for (int i = 0; i < 16; ++i) packed.put(i, e2m1_code(four ? sums4[i] : sums6[i]), lanes.x[i]);
-  return four ? scale4.byte : scale6.byte;
-}
+// VL blocks and what their scales decide: the better of two scales ...
+template <bool LEVELS_SCALE> struct FourOverSix {
+  Lanes lanes;
+  Attempt<LEVELS_SCALE> to6, to4;
 
-// Given scales may be any byte: negative ones turn signs, NaN gives codes 0, as the reference's comparisons do.
-inline void keep_scales(const Lanes& lanes, vu scale, const Anchor& anchor, Packed& packed) {
-  const vf inverse = inverse_step(e4m3_values(scale), anchor);
-  for (int i = 0; i < 16; ++i) {
-    const vf y = (vf)lanes.x[i] * inverse;
-    const vu a = (vu)y & ABS;
-    packed.put(i, e2m1_code(e2m1((vf)(a > EXPONENT ? vu{} : a)).sum), (vu)y);
+  inline void prepare(const Anchor& anchor, vf base, const uint8_t*, int64_t) {
+    to6.prepare(anchor, base);
+    to4.prepare(anchor, base * 1.5f);
   }
-}
 
-inline vu load_bytes(const uint8_t* p, int64_t n) {
-  vb bytes{};
-  std::memcpy(&bytes, p, n);
-  return __builtin_convertvector(bytes, vu);
-}
+  inline vu finish(const Anchor& anchor, Packed& packed) {
+    vf sums6[16], sums4[16];
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const vf magnitude = (vf)(lanes.x[i] & ABS);
+      sums6[i] = to6.add(anchor, magnitude);
+      sums4[i] = to4.add(anchor, magnitude);
+    }
+    const vi four = to4.error < to6.error;
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) packed.put(i, e2m1_code(four ? sums4[i] : sums6[i]), lanes.x[i]);
+    return four ? to4.scale.byte : to6.scale.byte;
+  }
+};
 
-// `blocks` blocks of one expert from block `first` on; the outputs point at that block.
-template <class T, bool GIVEN> __attribute__((noinline)) Counts quantize_nvfp4(
-    const Weight& w, int64_t expert, int64_t first, int64_t blocks, float amax, int64_t denominator,
-    const uint8_t* given, uint8_t* codes, uint8_t* scales) {
-  const Anchor anchor(amax, denominator);
+// ... or a given one, which may be any byte: negative ones turn signs, NaN gives codes 0, as the reference's comparisons do.
+struct GivenScales {
+  Lanes lanes;
+  vu scale;
+  vf inverse;
+
+  inline void prepare(const Anchor& anchor, vf, const uint8_t* given, int64_t n) {
+    scale = load_bytes(given, n);
+    inverse = inverse_step(e4m3_values(scale), anchor);
+  }
+
+  inline vu finish(const Anchor&, Packed& packed) {
+#pragma GCC unroll 16
+    for (int i = 0; i < 16; ++i) {
+      const vf y = (vf)lanes.x[i] * inverse;
+      const vu a = (vu)y & ABS;
+      packed.put(i, e2m1_code(e2m1((vf)(a > EXPONENT ? vu{} : a)).sum), (vu)y);
+    }
+    return scale;
+  }
+};
+
+// `blocks` blocks of one expert from block `first` on; the outputs point at that block. Some vectors of blocks are prepared
+// before they are finished: preparing is a long chain of divisions that only other blocks can hide.
+template <class T, class Choice> __attribute__((noinline)) Counts quantize_nvfp4(
+    const Weight& w, int64_t expert, int64_t first, int64_t blocks, const Anchor& anchor, const uint8_t* given,
+    uint8_t* codes, uint8_t* scales) {
+  constexpr int64_t VECTORS = 4;
+  Choice choices[VECTORS];
   Blocks<T, 16> source(w, expert, first);
   vu saturated{}, orphaned{}, highest{};
-  for (int64_t done = 0; done < blocks; done += VL) {
-    const int64_t n = std::min<int64_t>(VL, blocks - done);
-    const Lanes lanes = load_lanes(source.next(n));
-    vu top{};
-    for (int i = 0; i < 16; ++i) top = most(top, lanes.x[i] & ABS);
-    const vf base = ((vf)top / 6.0f) * anchor.encode;
-    highest = most(highest, top);
-    saturated -= (vu)(base > 448.0f);
-    if (amax == 0) orphaned -= (vu)(top != 0);
-    Packed packed;
-    vu scale;
-    if (GIVEN) {
-      scale = load_bytes(given + done, n);
-      keep_scales(lanes, scale, anchor, packed);
-    } else if (anchor.levels_scale) {
-      scale = choose<true>(lanes, base, anchor, packed);
-    } else {
-      scale = choose<false>(lanes, base, anchor, packed);
+  for (int64_t done = 0; done < blocks; done += VECTORS * VL) {
+    const int64_t end = std::min(blocks, done + VECTORS * VL);
+    for (int64_t at = done; at < end; at += VL) {
+      const int64_t n = std::min<int64_t>(VL, end - at);
+      Choice& choice = choices[(at - done) / VL];
+      choice.lanes = load_lanes(source.next(n));
+      vu tops[4]{};
+      for (int i = 0; i < 16; ++i) tops[i & 3] = most(tops[i & 3], choice.lanes.x[i] & ABS);
+      const vu top = most(most(tops[0], tops[1]), most(tops[2], tops[3]));
+      const vf base = ((vf)top / 6.0f) * anchor.encode;
+      choice.prepare(anchor, base, given ? given + at : nullptr, n);
+      highest = most(highest, top);
+      saturated -= (vu)(base > 448.0f);
+      if (anchor.amax == 0) orphaned -= (vu)(top != 0);
     }
-    packed.store(codes + 8 * done, scales + done, scale, n);
+    for (int64_t at = done; at < end; at += VL) {
+      Packed packed;
+      const vu scale = choices[(at - done) / VL].finish(anchor, packed);
+      packed.store(codes + 8 * at, scales + at, scale, std::min<int64_t>(VL, end - at));
+    }
   }
   const bool damaged = any((vu)(highest >= EXPONENT));
   return {damaged ? non_finite<T, 16>(w, expert, first, blocks) : 0, count(saturated), count(orphaned)};
+}
+
+template <class T> Counts quantize_nvfp4(const Weight& w, int64_t expert, int64_t first, int64_t blocks, float amax,
+                                         int64_t denominator, const uint8_t* given, uint8_t* codes, uint8_t* scales) {
+  const Anchor anchor(amax, denominator);
+  const auto quantize = given                  ? quantize_nvfp4<T, GivenScales>
+                        : anchor.levels_scale ? quantize_nvfp4<T, FourOverSix<true>>
+                                              : quantize_nvfp4<T, FourOverSix<false>>;
+  return quantize(w, expert, first, blocks, anchor, given, codes, scales);
 }
 
 // Values are looked up among the 16 of their block: each is made and rounded once per block.

@@ -56,6 +56,17 @@ inline vu least(vu a, vu b) { return a < b ? a : b; }
 inline vu most(vu a, vu b) { return a > b ? a : b; }
 inline vhh most(vhh a, vhh b) { return a > b ? a : b; }
 
+// For operands whose product and sum are exact: then fusing changes nothing but the time.
+inline vf multiply_add(vf a, vf b, vf c) {
+#if defined(__AVX512F__)
+  return (vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+#elif defined(__FMA__)
+  return (vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+#else
+  return a * b + c;
+#endif
+}
+
 inline uint32_t any(vu mask) {
   uint32_t found = 0;
   for (int i = 0; i < VL; ++i) found |= mask[i];
@@ -89,14 +100,17 @@ inline vu zip_high(vu a, vu b) { return __builtin_shufflevector(a, b, 4, 12, 5, 
 
 // R vectors hold consecutive words; a step on registers at distance d moves the lowest bit of the lane into bit d of the
 // register. After log2(R) steps register r holds the words r, r + R, r + 2R, ...: word r of every block of R words.
-template <int R> inline void transpose(vu (&z)[R]) {
-  for (int d = 1; d < R; d *= 2)
+template <int D = 1, int R> inline void transpose(vu (&z)[R]) {
+  if constexpr (D < R) {
+#pragma GCC unroll 16
     for (int r = 0; r < R; ++r)
-      if (!(r & d)) {
-        const vu a = z[r], b = z[r + d];
+      if (!(r & D)) {
+        const vu a = z[r], b = z[r + D];
         z[r] = evens(a, b);
-        z[r + d] = odds(a, b);
+        z[r + D] = odds(a, b);
       }
+    transpose<2 * D>(z);
+  }
 }
 
 // table[idx & 15] per lane.
@@ -124,6 +138,34 @@ inline void store_values(float* p, vu bits) { store_as(p, bits); }
 inline void store_values(bf16* p, vu halves) { store_as(p, __builtin_convertvector(halves, vh)); }
 inline vu as_stored(float, vf x) { return (vu)x; }
 inline vu as_stored(bf16, vf x) { return round_bf16(x); }
+inline vu as_truncated(float, vf x) { return (vu)x; }
+inline vu as_truncated(bf16, vf x) { return (vu)x >> 16; }
+
+// Bytes to lanes; compilers take generic conversions of bytes apart.
+inline vu widen(vb bytes) {
+#if defined(__AVX512F__)
+  return (vu)_mm512_cvtepu8_epi32((__m128i)bytes);
+#elif defined(__AVX2__)
+  return (vu)_mm256_cvtepu8_epi32(_mm_cvtsi64_si128((int64_t)bytes));
+#else
+  return __builtin_convertvector(bytes, vu);
+#endif
+}
+
+// The next `n` <= VL bytes in the lanes, zeros behind them.
+inline vu load_bytes(const uint8_t* p, int64_t n) {
+  if (n == VL) return widen(load_as<vb>(p));
+  uint8_t padded[VL] = {};
+  std::memcpy(padded, p, n);
+  return widen(load_as<vb>(padded));
+}
+
+// The bytes of the first `n` <= VL lanes.
+inline void store_bytes(uint8_t* p, vu lanes, int64_t n) {
+  const vb bytes = __builtin_convertvector(lanes, vb);
+  if (n == VL) store_as(p, bytes);
+  else std::memcpy(p, &bytes, n);
+}
 
 // E4M3, non-negative and not above 448: the value snapped to its grid, and its byte.
 // Adding 2^23 grid steps rounds to nearest even; 152 more of them make bits + (bits >> 20) end in the byte.

@@ -10,6 +10,7 @@ extern "C" struct Weight {  // strides in elements; columns are dense
 namespace {
 
 constexpr int64_t CHUNK = 4096;           // blocks: tens of microseconds, and the input fits the cache for a second look
+constexpr int64_t AHEAD = 8192;           // bytes to prefetch in front of the blocks in hand
 constexpr int64_t ONE_THREAD = 1 << 16;   // fewer values than this are not worth waking others
 
 inline int64_t chunks_of(int64_t blocks) { return (blocks + CHUNK - 1) / CHUNK; }
@@ -34,6 +35,8 @@ template <class T, int SIZE> class Blocks {
     if (n == VL && column + VL <= per_row) {
       column += VL;
       if (column == per_row) column = 0, ++row;
+      // The order in which a transposition reads hides the stream from the hardware's prefetcher.
+      for (size_t line = 0; line < sizeof gathered; line += 64) __builtin_prefetch((const char*)here + AHEAD + line);
       return here;
     }
     std::memset((void*)gathered, 0, sizeof gathered);
