@@ -27,10 +27,9 @@ from inkling_rl.checkpoint.directory import new_directory
 from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.progress import Progress
 from inkling_rl.checkpoint.reader import GROUP_BYTES, Checkpoint
-from inkling_rl.checkpoint.requantize import Counts, name_non_finite, requantize
+from inkling_rl.checkpoint.requantize import Counts, dequantize, name_non_finite, requantize
 from inkling_rl.checkpoint.shards import ShardWriter, plan_shards
 from inkling_rl.checkpoint.tensor_file import num_bytes
-from inkling_rl.formats import mixed
 from inkling_rl.formats.errors import FormatError
 
 _WAITING_GROUPS = 2
@@ -118,21 +117,23 @@ class _Conversion:
         plan, directory = self.plan, self.directory
         if self.progress:
             self.progress.phase(f"convert to {plan.to}", plan.num_bytes)
+        threads = torch.get_num_threads()
         with ExitStack() as stack:
+            # One core is the writer's: on two, kernels on both wait for each other and take twice the time.
+            torch.set_num_threads(max(1, threads - 1))
+            stack.callback(torch.set_num_threads, threads)
             model_shards = plan_shards(plan.model, like=plan.like)
             self.model = stack.enter_context(ShardWriter(directory, plan.model, model_shards, self.where))
             self.scales = stack.enter_context(
                 ShardWriter(directory, plan.scales, plan_shards(plan.scales), self.where, source.SCALES)
             )
             self.background = stack.enter_context(_Background())
-            try:
-                self._tensors()
-                self.background.drain()
-                self.model.finish()
-                self.scales.finish()
-            finally:
-                if self.progress:
-                    self.progress.stop()
+            if self.progress:
+                stack.callback(self.progress.stop)
+            self._tensors()
+            self.background.drain()
+            self.model.finish()
+            self.scales.finish()
         for name, text in plan.texts.items():
             (directory / name).write_bytes(text)
         for path in plan.copied:
@@ -177,7 +178,7 @@ class _Conversion:
     def _to_bf16(self, name: str, layer: int, matrix: str, start: int, stop: int) -> Counts:
         stored = self.checkpoint.stored_experts(layer, matrix, start, stop)
         dtype = getattr(torch, self.plan.model[name].dtype)
-        values = mixed.dequantize_matrix(stored, matrix, dtype, name=layout.experts_prefix(layer))
+        values = dequantize(stored, matrix, dtype, name)
         name_non_finite(values, start, name)
 
         def write() -> None:

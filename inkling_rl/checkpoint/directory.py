@@ -60,8 +60,10 @@ def new_directory(path: Path, num_bytes: int = 0) -> Iterator[Path]:
             raise CheckpointError(
                 f"{path} must be on a disk with room for it; the disk is full. Free some or choose another directory"
             ) from error
-        if isinstance(error, OSError) and error.errno in _TAKEN:
-            _refuse_used(path)
+        if isinstance(error, OSError):
+            if error.errno in _TAKEN:
+                _refuse_used(path)
+            error.filename = error.filename or str(path)  # writing to an open file names none
         raise
     finally:
         os.close(lock)

@@ -94,11 +94,12 @@ def _check_dequantized(
     assert companions is not None
     recorded = companions[matrix + source.DIGEST]
     _refuse(~(source.digests(before, matrix) == recorded).all(1), start, name + source.DIGEST, result, "SRC's digest")
-    weight = result.rows(name, start, stop)
-    again = requantize(weight, matrix, checkpoint.expert_formats[layer], companions, name)[0]
-    _compare(before, again, start, name, matrix, result, "values that quantise to the bytes of SRC")
     kept = {key: value for key, value in companions.items() if key in before}
-    _compare({key: before[key] for key in kept}, kept, start, name, matrix, result, "SRC's companions")
+    _compare({key: before[key] for key in kept}, kept, start, name, matrix, result, "the bytes of SRC's")
+    weight = result.rows(name, start, stop)
+    # Untouched: exactly the values of codes under the companions, and these codes are those of the digest, SRC's.
+    _, untouched, _ = requantize(weight, matrix, checkpoint.expert_formats[layer], companions, name)
+    _refuse(~untouched, start, name, result, "the values of SRC's bytes, which give them back")
 
 
 def _compare(

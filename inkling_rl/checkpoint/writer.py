@@ -50,6 +50,7 @@ def write_checkpoint(
         with ShardWriter(partial, expected, plan_shards(expected, max_shard_bytes), str(path)) as shards:
             for name, value in tensors:
                 shards.put(name, value)
+                del value  # while the next one is made
             shards.finish()
         (partial / "config.json").write_text(to_json(config), encoding="utf-8")
         if quant is not None:

@@ -17,6 +17,7 @@ FROZEN = {
     "init": {"directory", "seed", "pretrain"},
     "serve": {"model", "recipe", "overrides", "adapter", "host", "port", "vllm_args", "log"},
     "verify": {"checkpoint", "adapter", "prompts", "dtype", "num_prompts", "max_tokens", "tolerance", "report"},
+    "convert": {"source", "target", "to", "layers", "check"},
 }
 
 
@@ -56,6 +57,12 @@ def test_help_answers_at_once() -> None:
         (["serve"], "give a checkpoint or --recipe"),
         (["serve", "x", "--adapter", "y"], "must be NAME=DIR"),
         (["serve", "x", "--vllm-args", "[1]"], "must be a JSON object"),
+        (["convert", "x"], "Missing argument 'DST'"),
+        (["convert", "x", "y"], "Missing option '--to'"),
+        (["convert", "x", "y", "--to", "fp4"], "'fp4' is not one of 'bf16', 'release'"),
+        (["convert", "x", "y", "--to", "bf16", "--layers", "3-1"], "must be numbers and ranges like 0-3,7; got 3-1"),
+        (["convert", "x", "y", "--to", "bf16", "--layers", ""], "must be numbers and ranges like 0-3,7"),
+        (["convert", "no-such-model", "y", "--to", "bf16"], "must be a checkpoint directory with a config.json"),
         (["frobnicate"], "No such command"),
     ],
 )

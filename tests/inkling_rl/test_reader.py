@@ -99,6 +99,22 @@ def test_a_tensor_is_a_copy(tiny: Checkpoint) -> None:
     assert tiny.tensor(name).equal(before) and bool(before.any())
 
 
+@pytest.mark.parametrize("layer", [1, 5])
+@pytest.mark.parametrize("matrix", layout.EXPERT_MATRICES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_one_by_one_are_those_of_the_layer(
+    layer: int, matrix: str, dtype: torch.dtype, tiny: Checkpoint
+) -> None:
+    whole = dict(tiny.iter_text(dtype))[f"{layout.experts_prefix(layer)}.{matrix}"]
+    assert all(tiny.expert(layer, matrix, e, dtype).equal(whole[e]) for e in range(16))
+    starts, groups = zip(*tiny.iter_experts(layer, matrix, dtype, group=7), strict=True)
+    assert starts == (0, 7, 14) and torch.cat(groups).equal(whole)
+    with pytest.raises(CheckpointError, match="expert must be 0 to 15; got 16"):
+        tiny.expert(layer, matrix, 16, dtype)
+    with pytest.raises(CheckpointError, match=r"must hold model\.llm\.layers\.9\.mlp\.experts"):
+        tiny.expert(9, matrix, 0, dtype)
+
+
 def rewrite(path: Path, change: Callable[[dict[str, torch.Tensor]], None]) -> None:
     """Apply `change` to all tensors and write them as one file without an index."""
     tensors: dict[str, torch.Tensor] = {}

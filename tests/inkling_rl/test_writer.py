@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 from inkling_rl.checkpoint import layout
 from inkling_rl.checkpoint.layout import CheckpointError
@@ -124,6 +126,36 @@ def test_a_write_that_fails_leaves_nothing(case: str, tiny: Checkpoint, tmp_path
     with pytest.raises(error):
         call()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_files_do_not_depend_on_the_order_in_which_tensors_come(tiny: Checkpoint, tmp_path: Path) -> None:
+    backwards = reversed(list(stored(tiny)))
+    path = write_checkpoint(
+        tmp_path / "again", tiny.config, tiny.quant_config, backwards, max_shard_bytes=MAX_SHARD_BYTES
+    )
+    for file in path.iterdir():
+        assert file.read_bytes() == (tiny.path / file.name).read_bytes(), file.name
+
+
+def test_a_tensor_is_written_as_it_comes_and_held_no_longer(tiny: Checkpoint, tmp_path: Path) -> None:
+    alive: list[weakref.ref[torch.Tensor]] = []
+
+    def one_by_one() -> Iterator[tuple[str, torch.Tensor]]:
+        for name in tiny.shards:
+            assert all(reference() is None for reference in alive), name
+            value = tiny.tensor(name)
+            alive.append(weakref.ref(value))
+            yield name, value
+            del value
+
+    write_checkpoint(tmp_path / "again", tiny.config, tiny.quant_config, one_by_one())
+    assert len(alive) == len(tiny.shards)
+
+
+def test_the_files_are_those_of_the_library(tiny: Checkpoint, tmp_path: Path) -> None:
+    for file in sorted(tiny.path.glob("*.safetensors")):
+        save_file(load_file(file), tmp_path / file.name, metadata={"format": "pt"})
+        assert (tmp_path / file.name).read_bytes() == file.read_bytes()
 
 
 def test_errors_name_the_tensor(tiny: Checkpoint, tmp_path: Path) -> None:
