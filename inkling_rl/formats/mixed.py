@@ -15,7 +15,7 @@ from collections.abc import Mapping
 
 import torch
 
-from inkling_rl.formats import ExpertFormat, mxfp8, nvfp4
+from inkling_rl.formats import ExpertFormat, kernels, mxfp8, nvfp4
 from inkling_rl.formats.errors import FormatError
 
 MATRICES = ("w13_weight", "w2_weight")
@@ -64,11 +64,11 @@ def dequantize_matrix(
 ) -> torch.Tensor:
     """`[E, rows, columns]` in `dtype` from the stored tensors of `w13_weight` or `w2_weight`; w13 stays interleaved.
 
-    The format is recognised by the companions. Experts are dequantised one by one, so that the float32 intermediate is
-    one expert.
+    The format is recognised by the companions. The kernels write the result and nothing else; torch's float32
+    intermediates are those of one expert.
 
     Raises:
-        FormatError: a quantised weight without all its companions, or companions of two formats.
+        FormatError: a quantised weight without all its companions, or companions of two formats or other shapes.
     """
     weight = tensors[matrix]
     expert_format = stored_format(tensors, matrix, name)
@@ -76,17 +76,24 @@ def dequantize_matrix(
         return weight.to(dtype, copy=True)
     scale = tensors[f"{matrix}_scale"].view(torch.uint8)
     codes = weight.view(torch.uint8)
-    parts: list[nvfp4.NVFP4Tensor | mxfp8.MXFP8Tensor]
-    if expert_format == "mxfp8":
-        parts = [mxfp8.MXFP8Tensor(c, s) for c, s in zip(codes, scale, strict=True)]
-    else:
+    columns, block_size = (2 * weight.shape[-1], 16) if expert_format == "nvfp4" else (weight.shape[-1], 32)
+    _check_shape(scale, (*weight.shape[:-1], columns // block_size), f"{name}.{matrix}_scale")
+    denominator, amax = 0, codes
+    if expert_format == "nvfp4":
         denominator = read_denominator(tensors[f"{matrix}_outer_scale_denominator"], f"{name}.{matrix}")
         amax = tensors[f"{matrix}_amax"].float()
-        parts = [nvfp4.NVFP4Tensor(c, s, a, denominator) for c, s, a in zip(codes, scale, amax, strict=True)]
-    columns = weight.shape[-1] * (2 if expert_format == "nvfp4" else 1)
+        _check_shape(amax, weight.shape[:1], f"{name}.{matrix}_amax")
+
+    def stored(experts: slice) -> nvfp4.NVFP4Tensor | mxfp8.MXFP8Tensor:
+        if expert_format == "mxfp8":
+            return mxfp8.MXFP8Tensor(codes[experts], scale[experts])
+        return nvfp4.NVFP4Tensor(codes[experts], scale[experts], amax[experts], denominator)
+
+    if kernels.have_fast(weight.device):
+        return stored(slice(None)).dequantize(dtype)
     values = torch.empty(*weight.shape[:-1], columns, dtype=dtype, device=weight.device)
-    for e, part in enumerate(parts):
-        values[e] = part.dequantize(dtype)
+    for e in range(len(weight)):
+        values[e : e + 1] = stored(slice(e, e + 1)).dequantize(dtype)
     return values
 
 
@@ -173,6 +180,14 @@ def _quantize_matrix(
         f"{matrix}_amax": t.amax,
         f"{matrix}_outer_scale_denominator": torch.tensor(float(t.denominator), device=weight.device),
     }
+
+
+def _check_shape(companion: torch.Tensor, expected: tuple[int, ...], label: str) -> None:
+    if tuple(companion.shape) != tuple(expected):
+        raise FormatError(
+            f"{label} must have shape {list(expected)}; got {list(companion.shape)}. "
+            "Take the weight and its companions from the same checkpoint"
+        )
 
 
 def read_denominator(stored: torch.Tensor, label: str) -> int:

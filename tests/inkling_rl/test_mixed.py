@@ -107,6 +107,16 @@ def stored_without(*names: str, **changed: torch.Tensor) -> dict[str, torch.Tens
             "must be the scalar 1536 or 2688; got a tensor of shape",
         ),
         (
+            lambda: mixed.dequantize_layer(stored_without(w13_weight_amax=torch.ones(2)), torch.float32),
+            r"w13_weight_amax must have shape \[3\]; got \[2\]",
+        ),
+        (
+            lambda: mixed.dequantize_layer(
+                stored_without(w2_weight_scale=torch.zeros(3, 4, 1, dtype=torch.float8_e4m3fn)), torch.float32
+            ),
+            r"w2_weight_scale must have shape .*; got \[3, 4, 1\]",
+        ),
+        (
             lambda: mixed.quantize_layer(*layer(), "nvfp4", source=stored_without("w2_weight_scale")),
             "w2_weight must be quantised against all its stored companions; got no w2_weight_scale",
         ),

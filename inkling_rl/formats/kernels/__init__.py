@@ -52,3 +52,8 @@ def mxfp8(device: torch.device) -> MXFP8Kernels:
     if device.type == "cpu" and have_native():
         return cpu_mxfp8
     return reference_mxfp8
+
+
+def have_fast(device: torch.device) -> bool:
+    """Whether something better than the reference, which makes float32 copies, serves tensors of `device`."""
+    return nvfp4(device) is not reference_nvfp4
