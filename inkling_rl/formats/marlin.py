@@ -75,17 +75,11 @@ def from_release(
         FormatError: companions missing, another format, sizes that Marlin or the slice cannot take, scales that are
             negative or NaN, an outer scale that the engine's float32 cannot hold.
     """
-    check_format(expert_format, name)
-    for matrix in mixed.MATRICES:
-        found = mixed.stored_format(stored, matrix, name)
-        if found != expert_format:
-            raise FormatError(f"{name}.{matrix} must be {expert_format}; got {found}. Pass the format of this layer")
-    _, hidden, width = layer_sizes(stored["w13_weight"], stored["w2_weight"], BITS[expert_format], name)
-    check_sizes(hidden, width, expert_format, tp_size, tp_rank, name)
+    hidden, width, parts = _checked_parts(stored, expert_format, tp_rank, tp_size, name)
+    shifts = _checked_shifts(parts, expert_format, name)
     engine: dict[str, torch.Tensor] = {}
-    for matrix in mixed.MATRICES:
-        part = slice_matrix(stored, matrix, width, BITS[expert_format], tp_rank, tp_size)
-        engine |= _engine_matrix(part, matrix, expert_format, hidden, width // tp_size, f"{name}.{matrix}")
+    for matrix, part in parts.items():
+        engine |= _engine_matrix(part, matrix, expert_format, hidden, width // tp_size, shifts.get(matrix))
     return engine
 
 
@@ -137,48 +131,105 @@ def flushed_blocks(
     Raises:
         FormatError: as `from_release`.
     """
-    check_format(expert_format, name)
-    _, hidden, width = layer_sizes(stored["w13_weight"], stored["w2_weight"], BITS[expert_format], name)
-    check_sizes(hidden, width, expert_format, tp_size, tp_rank, name)
+    _, _, parts = _checked_parts(stored, expert_format, tp_rank, tp_size, name)
+    shifts = _checked_shifts(parts, expert_format, name)
     counts = {}
-    for matrix in mixed.MATRICES:
-        part = slice_matrix(stored, matrix, width, BITS[expert_format], tp_rank, tp_size)
+    for matrix, part in parts.items():
         codes, scales = part[matrix].view(torch.uint8), part[f"{matrix}_scale"].view(torch.uint8)
         magnitudes = codes & (0x77 if expert_format == "nvfp4" else 0x7F)
         alive = (magnitudes != 0).unflatten(-1, (scales.shape[-1], -1)).any(-1)
         if expert_format == "nvfp4":
-            shift = reference.scale_shift(_largest_scale(scales, "nvfp4", f"{name}.{matrix}"))
-            lost = (scales != 0) & (reference.scale_bytes(scales, shift) == 0)
+            lost = (scales != 0) & (reference.scale_bytes(scales, shifts[matrix][0]) == 0)
         else:
             lost = scales == 0
         counts[matrix] = (alive & lost).sum((1, 2))
     return counts
 
 
+def _checked_parts(
+    stored: Mapping[str, torch.Tensor], expert_format: ExpertFormat, tp_rank: int, tp_size: int, name: str
+) -> tuple[int, int, dict[str, dict[str, torch.Tensor]]]:
+    """Hidden size, expert width and a rank's part of each stored matrix, shapes and names checked."""
+    check_format(expert_format, name)
+    for matrix in mixed.MATRICES:
+        if matrix not in stored:
+            raise FormatError(f"{name} must hold {', '.join(mixed.MATRICES)}; got no {matrix}. Pass the whole layer")
+        found = mixed.stored_format(stored, matrix, name)
+        if found != expert_format:
+            raise FormatError(f"{name}.{matrix} must be {expert_format}; got {found}. Pass the format of this layer")
+    _, hidden, width = layer_sizes(stored["w13_weight"], stored["w2_weight"], BITS[expert_format], name)
+    check_sizes(hidden, width, expert_format, tp_size, tp_rank, name)
+    for matrix in mixed.MATRICES:
+        _check_companions(stored, matrix, expert_format, f"{name}.{matrix}")
+    bits = BITS[expert_format]
+    return hidden, width, {m: slice_matrix(stored, m, width, bits, tp_rank, tp_size) for m in mixed.MATRICES}
+
+
 def _engine_matrix(
-    part: Mapping[str, torch.Tensor], matrix: str, expert_format: ExpertFormat, hidden: int, width: int, label: str
+    part: Mapping[str, torch.Tensor],
+    matrix: str,
+    expert_format: ExpertFormat,
+    hidden: int,
+    width: int,
+    shift: tuple[int, int] | None,
 ) -> dict[str, torch.Tensor]:
-    """The engine's tensors of one matrix from the (sliced) stored ones."""
+    """The engine's tensors of one matrix from the (sliced) stored ones; NVFP4's shift and denominator are given."""
     padded, block, bits = padded_width(width, hidden, expert_format), BLOCK_SIZES[expert_format], BITS[expert_format]
     rows, columns = (padded, hidden) if matrix == "w13_weight" else (hidden, padded)
     codes, scales = part[matrix].view(torch.uint8), part[f"{matrix}_scale"].view(torch.uint8)
     implementation = marlin_kernels.choose(codes.device)
-    largest = _largest_scale(scales, expert_format, label)
-    shift = reference.scale_shift(largest) if expert_format == "nvfp4" else None
+    up = None if shift is None else shift[0]
+    moved = implementation.permute_scales(scales, up, SHARDS[matrix], rows, columns // block)
     engine = {
         matrix: implementation.pack_weight(codes, bits, SHARDS[matrix], rows, columns),
-        f"{matrix}_scale": implementation.permute_scales(scales, shift, SHARDS[matrix], rows, columns // block).view(
-            SCALE_DTYPES[expert_format]
-        ),
+        f"{matrix}_scale": moved.view(SCALE_DTYPES[expert_format]),
     }
     if shift is not None:
-        denominator = mixed.read_denominator(part[f"{matrix}_outer_scale_denominator"], label)
-        engine[f"{matrix}_scale_2"] = _outer_scale(part[f"{matrix}_amax"].float(), denominator, shift, label)
+        engine[f"{matrix}_scale_2"] = reference.outer_scale(part[f"{matrix}_amax"].float(), shift[1], shift[0])
     return engine
 
 
-def _outer_scale(amax: torch.Tensor, denominator: int, shift: int, label: str) -> torch.Tensor:
-    outer = reference.outer_scale(amax, denominator, shift)
+def _checked_shifts(
+    parts: Mapping[str, Mapping[str, torch.Tensor]], expert_format: ExpertFormat, name: str
+) -> dict[str, tuple[int, int]]:
+    """Shift and denominator of each NVFP4 matrix, after refusing scales and anchors that the engine cannot hold.
+
+    Everything that the host must know comes from the device in one transfer: each one would stall a GPU anew.
+    """
+    wanted: list[torch.Tensor] = []
+    for matrix, part in parts.items():
+        scales = part[f"{matrix}_scale"].view(torch.uint8)
+        wanted.append(marlin_kernels.choose(scales.device).largest_scales(scales).float())
+        if expert_format == "nvfp4":
+            wanted += [part[f"{matrix}_amax"].float(), part[f"{matrix}_outer_scale_denominator"].float().reshape(-1)]
+    values = iter(torch.cat(wanted).cpu().split([len(t) for t in wanted]))
+    shifts = {}
+    for matrix, part in parts.items():
+        label, largest = f"{name}.{matrix}", next(values)
+        _check_scales(part[f"{matrix}_scale"].view(torch.uint8), largest.int().tolist(), expert_format, label)
+        if expert_format == "nvfp4":
+            amax, denominator = next(values), mixed.read_denominator(next(values), label)
+            _check_anchors(amax, denominator, label)
+            shifts[matrix] = (reference.scale_shift(int(largest.max())), denominator)
+    return shifts
+
+
+def _check_companions(stored: Mapping[str, torch.Tensor], matrix: str, expert_format: ExpertFormat, label: str) -> None:
+    experts, rows, packed = stored[matrix].shape
+    columns = packed * 8 // BITS[expert_format]
+    expected = {"_scale": [experts, rows, columns // BLOCK_SIZES[expert_format]]}
+    if expert_format == "nvfp4":
+        expected["_amax"] = [experts]
+    for suffix, shape in expected.items():
+        found = list(stored[matrix + suffix].shape)
+        if found != shape:
+            raise FormatError(
+                f"{label}{suffix} must be {shape} beside this weight; got {found}. Take both from the same layer"
+            )
+
+
+def _check_anchors(amax: torch.Tensor, denominator: int, label: str) -> None:
+    outer = reference.outer_scale(amax, denominator, 0)
     bad = ~(torch.isfinite(outer) & (outer >= 0))
     if bool(bad.any()):
         expert = int(bad.nonzero()[0])
@@ -187,21 +238,18 @@ def _outer_scale(amax: torch.Tensor, denominator: int, shift: int, label: str) -
             f"{label}_amax must be at least 0 and below {denominator * 512}, or Marlin's outer scale, 2^119 times "
             f"amax / denominator, overflows; got {got}. Find where training diverged"
         )
-    return outer
 
 
-def _largest_scale(scales: torch.Tensor, expert_format: ExpertFormat, label: str) -> int:
-    """The largest byte, after refusing those that are no scale: negative or NaN E4M3 (0x7F and above), NaN E8M0."""
-    maxima = scales.amax((1, 2)).tolist()
+def _check_scales(scales: torch.Tensor, largest: list[int], expert_format: ExpertFormat, label: str) -> None:
+    """Refuse bytes that are no scale: negative or NaN E4M3 (0x7F and above), NaN E8M0."""
     limit = 0x7E if expert_format == "nvfp4" else 0xFE
-    for expert, largest in enumerate(maxima):
-        if largest > limit:
+    for expert, byte in enumerate(largest):
+        if byte > limit:
             count = int((scales[expert] > limit).sum())
             raise FormatError(
                 f"{label}_scale must hold positive numbers, bytes up to 0x{limit:02x}; got {count} others in expert "
-                f"{expert}, the largest 0x{largest:02x}. The stored tensor is damaged"
+                f"{expert}, the largest 0x{byte:02x}. The stored tensor is damaged"
             )
-    return max(maxima)
 
 
 def _largest(

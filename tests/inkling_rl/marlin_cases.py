@@ -52,6 +52,7 @@ def scale_cases() -> dict[str, ScaleArguments]:
             ("four groups", 1, 2, 64, 64, 4, 4),
             ("eight groups", 1, 2, 96, 128, 8, 8),
             ("more than a tile", 2, 1, 192, 192, 34, 36),
+            ("more than a block of words", 1, 1, 256, 256, 96, 96),
         ):
             shape = (experts, shards * stored_rows, stored_groups)
             scales = torch.randint(0, limit, shape, generator=g, dtype=torch.uint8)
@@ -60,8 +61,42 @@ def scale_cases() -> dict[str, ScaleArguments]:
         cases[f"shift {shift}, slice of rows"] = (wide[1::2, 64:192], shift, 2, 64, 32)
         cases[f"shift {shift}, slice of columns"] = (wide[:2, :128, 18:27], shift, 1, 128, 12)
         cases[f"shift {shift}, slice of whole words"] = (wide[:2, :128, 4:24], shift, 1, 128, 20)
+        for place in range(4):
+            alone = torch.zeros(2, 64, 4, dtype=torch.uint8)
+            alone[1, 40, place] = limit - 1
+            cases[f"shift {shift}, one byte in place {place}"] = (alone, shift, 1, 64, 4)
         cases[f"shift {shift}, bytes apart"] = (wide[:1, :64, ::2], shift, 1, 64, 16)
     return cases
+
+
+def hopper_ptx() -> dict[str, str]:
+    """PTX of each Triton kernel for sm_90, integers of the real shapes known to be multiples of 16."""
+    import triton
+    from triton.backends.compiler import GPUTarget
+    from triton.compiler import ASTSource
+
+    from inkling_rl.formats.kernels import triton_marlin
+
+    tiles = {"SHARDS": 2, "TILES_K": triton_marlin.TILES_K}
+    scales = {"SHARDS": 2, "NVFP4": True, "SHIFTED": False, "VECTOR": 4}
+    scales |= {"ROWS": triton_marlin.SCALE_ROWS, "GROUPS": triton_marlin.SCALE_GROUPS}
+    found = {}
+    for label, kernel, pointers, constants in (
+        ("nvfp4", triton_marlin._pack4_kernel, {"codes": "*i64", "words": "*i32"}, tiles),
+        ("mxfp8", triton_marlin._pack8_kernel, {"codes": "*i64", "words": "*i32"}, tiles),
+        ("scales", triton_marlin._scale_kernel, {"scales": "*i32", "out": "*i32"}, scales),
+    ):
+        names = kernel.arg_names
+        signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
+        aligned = [i for i, n in enumerate(names) if n not in (*constants, "shift", "valid_vectors")]
+        source = ASTSource(
+            fn=kernel,
+            signature=signature,
+            constexprs={(names.index(n),): value for n, value in constants.items()},
+            attrs={(i,): [["tt.divisibility", 16]] for i in aligned},
+        )
+        found[label] = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4}).asm["ptx"]
+    return found
 
 
 def main() -> None:
@@ -70,6 +105,8 @@ def main() -> None:
 
     for label, weights in weight_cases().items():
         assert torch.equal(triton_marlin.pack_weight(*weights), reference.pack_weight(*weights)), label
+    for label, (scales, *_) in scale_cases().items():
+        assert torch.equal(triton_marlin.largest_scales(scales), reference.largest_scales(scales)), label
     for label, scales in scale_cases().items():
         assert torch.equal(triton_marlin.permute_scales(*scales), reference.permute_scales(*scales)), label
     print(len(weight_cases()) + len(scale_cases()))

@@ -7,6 +7,7 @@ The definition itself is held against vLLM in `tests/rollout/test_marlin_vllm.py
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Mapping
@@ -21,6 +22,7 @@ from inkling_rl.formats.kernels import cpu_marlin, torch_marlin
 from inkling_rl.formats.kernels.marlin import MarlinKernels, choose
 from inkling_rl.formats.reference import marlin as reference
 from inkling_rl.formats.reference import nvfp4 as reference_nvfp4
+from tests.inkling_rl import marlin_cases
 from tests.inkling_rl.marlin_cases import scale_cases, weight_cases
 
 ROOT = Path(__file__).parents[2]
@@ -73,6 +75,7 @@ def test_implementations_give_the_bytes_of_the_definition(name: str) -> None:
         assert torch.equal(kernels.pack_weight(*arguments), reference.pack_weight(*arguments)), label
     for label, scales in scale_cases().items():
         assert torch.equal(kernels.permute_scales(*scales), reference.permute_scales(*scales)), label
+        assert torch.equal(kernels.largest_scales(scales[0]), reference.largest_scales(scales[0])), label
 
 
 def test_threads_do_not_change_bytes() -> None:
@@ -91,6 +94,15 @@ def test_triton_gives_the_bytes_of_the_definition_under_its_interpreter() -> Non
     done = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-1000:] + done.stderr[-3000:]
     assert done.stdout.split()[-1] == str(len(weight_cases()) + len(scale_cases()))
+
+
+def test_triton_moves_sixteen_bytes_per_lane_on_hopper() -> None:
+    """Compiled for sm_90 without a device, with the alignment that the shapes of Inkling 2 Small have."""
+    pytest.importorskip("triton")
+    for kernel, text in marlin_cases.hopper_ptx().items():
+        loads, stores = (re.findall(rf"{op}\.global\.(?:v(\d)\.)?b(\d+)", text) for op in ("ld", "st"))
+        widths = [{int(v or 1) * int(bits) for v, bits in found} for found in (loads, stores)]
+        assert widths == ([{64}, {128}] if kernel == "scales" else [{128}, {128}]), (kernel, widths)
 
 
 def test_the_cpu_takes_the_compiled_kernels() -> None:
@@ -242,7 +254,7 @@ def test_flushed_scales_are_lost_counted_and_what_marlin_computes() -> None:
 def test_zero_codes_under_a_flushed_scale_are_no_loss() -> None:
     stored = mixed.quantize_layer(*layer(128, 64), "nvfp4")
     stored["w2_weight_scale"].view(torch.uint8)[0, 0, 0] = 3
-    stored["w2_weight"][0, 0, :8] = 0x80  # minus zeros and zeros
+    stored["w2_weight"][0, 0, :8] = torch.tensor([0x80, 0x08, 0x88, 0], dtype=torch.uint8).repeat(2)  # no values
     assert not marlin.flushed_blocks(stored, "nvfp4")["w2_weight"].any()
     stored["w2_weight"][0, 0, 3] = 0x10
     assert marlin.flushed_blocks(stored, "nvfp4")["w2_weight"].tolist() == [1, 0, 0]
@@ -295,6 +307,7 @@ def test_refusals_of_stored_tensors() -> None:
     mx = mixed.quantize_layer(*layer(128, 96), "mxfp8")
     for tensors, expert_format, message in (
         (without(stored, "w2_weight_amax"), "nvfp4", r"experts\.w2_weight is nvfp4 and must come with.*w2_weight_amax"),
+        (without(stored, "w2_weight"), "nvfp4", r"must hold w13_weight, w2_weight; got no w2_weight"),
         (stored, "mxfp8", r"experts\.w13_weight must be mxfp8; got nvfp4"),
         (mx, "bf16", r"must be nvfp4 or mxfp8 to be held by Marlin; got bf16"),
         (
@@ -308,6 +321,12 @@ def test_refusals_of_stored_tensors() -> None:
             "nvfp4",
             r"1 others in expert 1",
         ),
+        (
+            change(stored, "w13_weight_scale", mx["w13_weight_scale"]),
+            "nvfp4",
+            r"_scale must be \[3, 192, 8\].*got \[3, 192, 4",
+        ),
+        (change(stored, "w2_weight_amax", torch.tensor(1.0)), "nvfp4", r"w2_weight_amax must be \[3\] .*got \[\]"),
         (change(mx, "w13_weight_scale", damaged(mx["w13_weight_scale"], 255)), "mxfp8", r"w13_weight_scale.*0xff"),
         (
             change(stored, "w2_weight_amax", torch.tensor([1.0, 8e5, 1.0])),

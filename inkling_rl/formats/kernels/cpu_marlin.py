@@ -12,8 +12,10 @@ from typing import Any, ClassVar
 
 import torch
 
-from inkling_rl.formats.kernels.torch_marlin import scale_table
+from inkling_rl.formats.kernels.torch_marlin import largest_scales, scale_table
 from inkling_rl.native import NativeLibrary
+
+__all__ = ["functions", "largest_scales", "pack_weight", "permute_scales"]  # torch's maximum runs at memory speed
 
 KERNELS = NativeLibrary(
     name="marlin_cpu",

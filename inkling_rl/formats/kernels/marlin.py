@@ -1,6 +1,6 @@
 """Implementations of Marlin's layouts, chosen by device: the seam between `formats.marlin` and what moves the bytes.
 
-Each implementation has the two functions of `inkling_rl.formats.reference.marlin` named here, with the same arguments
+Each implementation has the functions of `inkling_rl.formats.reference.marlin` named here, with the same arguments
 and the same bytes.
 """
 
@@ -15,6 +15,8 @@ from inkling_rl.formats.kernels import cpu_marlin, torch_marlin
 
 class MarlinKernels(Protocol):
     """See `inkling_rl.formats.reference.marlin`."""
+
+    def largest_scales(self, scales: torch.Tensor, /) -> torch.Tensor: ...
 
     def pack_weight(self, codes: torch.Tensor, bits: int, shards: int, rows: int, columns: int, /) -> torch.Tensor: ...
 

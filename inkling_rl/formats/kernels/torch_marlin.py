@@ -19,6 +19,11 @@ _NVFP4_ORDER = (4, 0, 3, 6, 1, 2, 5)
 _MXFP8_ORDER = (4, 0, 3, 6, 1, 2, 7, 5)
 
 
+def largest_scales(scales: torch.Tensor) -> torch.Tensor:
+    """See `reference.marlin.largest_scales`."""
+    return scales.amax((1, 2))
+
+
 def pack_weight(codes: torch.Tensor, bits: int, shards: int, rows: int, columns: int) -> torch.Tensor:
     """See `reference.marlin.pack_weight`."""
     words = torch.empty(len(codes), columns // 16, shards * rows * bits // 2, dtype=torch.int32, device=codes.device)

@@ -17,6 +17,7 @@ import triton.language as tl
 
 TILES_K = 16
 SCALE_ROWS, SCALE_GROUPS = 128, 32
+LARGEST_WORDS = 4096
 
 _LOW_NIBBLES = tl.constexpr(0x0F0F0F0F)
 _HIGH_NIBBLES = tl.constexpr(-0x0F0F0F10)  # 0xF0F0F0F0 as int32
@@ -26,6 +27,19 @@ _LOWER_HALF = tl.constexpr(0xFFFF)
 _UPPER_HALF = tl.constexpr(-0x10000)  # 0xFFFF0000
 _ADDEND = tl.constexpr(0x78787878)
 _ONES = tl.constexpr(0x01010101)
+
+
+def largest_scales(scales: torch.Tensor) -> torch.Tensor:
+    """See `reference.marlin.largest_scales`."""
+    experts, rows, groups = scales.shape
+    if scales.stride()[1:] != (groups, 1) or groups % 4 or any(n % 16 for n in (rows * groups, *_places(scales))):
+        return scales.amax((1, 2))  # a slice of columns: the smaller part of a layer's scales
+    words = scales.flatten(1).view(torch.int32)
+    found = torch.zeros(experts, dtype=torch.int32, device=scales.device)
+    grid = (triton.cdiv(words.shape[1], LARGEST_WORDS), experts)
+    with torch.cuda.device_of(scales):
+        _largest_kernel[grid](words, found, words.stride(0), words.shape[1], LARGEST_WORDS, num_warps=4)
+    return found.to(torch.uint8)
 
 
 def pack_weight(codes: torch.Tensor, bits: int, shards: int, rows: int, columns: int) -> torch.Tensor:
@@ -83,6 +97,16 @@ def _places(stored: torch.Tensor) -> tuple[int, ...]:
 
 
 @triton.jit
+def _largest_kernel(words, found, stride_e, count, BLOCK: tl.constexpr):
+    expert = tl.program_id(1).to(tl.int64)
+    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    w = tl.load(words + expert * stride_e + at, mask=at < count, other=0)
+    low = tl.maximum(w & 0xFF, (w >> 8) & 0xFF)
+    high = tl.maximum((w >> 16) & 0xFF, (w >> 24) & 0xFF)
+    tl.atomic_max(found + expert, tl.max(tl.maximum(low, high), 0))
+
+
+@triton.jit
 def _pack4_kernel(
     codes, words, stride_e, stride_n, valid_k, valid_rows, rows, tiles_k, words_per_row,
     SHARDS: tl.constexpr, TILES_K: tl.constexpr,
@@ -133,7 +157,7 @@ def _pack8_kernel(
     _store(words, tl.reshape(tile, [TILES_K, 256]), expert, kt, tiles_k, words_per_row, 256, TILES_K)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["shift"])
 def _scale_kernel(
     scales, out, stride_e, stride_n, valid_vectors, valid_rows, rows, groups, shift,
     SHARDS: tl.constexpr, NVFP4: tl.constexpr, SHIFTED: tl.constexpr, VECTOR: tl.constexpr,

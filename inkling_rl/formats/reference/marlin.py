@@ -59,6 +59,11 @@ def permute_scales(scales: torch.Tensor, shift: int | None, shards: int, rows: i
     return torch.stack([_pad(_engine_rows(expert, shards, rows), groups)[source].T for expert in bytes_])
 
 
+def largest_scales(scales: torch.Tensor) -> torch.Tensor:
+    """uint8 `[E]`: the largest byte of each expert's scales `uint8 [E, R, G]`; of numbers it is the largest number."""
+    return scales.amax((1, 2))
+
+
 def scale_shift(largest: int) -> int:
     """Powers of two by which NVFP4 scales move up: `floor(log2(448 / scale))` of the largest E4M3 byte of all local
     experts of a matrix; 0 where all are zero."""
