@@ -10,7 +10,7 @@ from inkling_rl.formats import mxfp8
 from inkling_rl.formats.errors import FormatError
 from inkling_rl.formats.reference import mxfp8 as reference
 from tests.inkling_rl import scalar_formats
-from tests.inkling_rl.test_nvfp4 import adversarial
+from tests.inkling_rl.test_nvfp4 import adversarial, record_casts
 
 
 def cases() -> dict[str, torch.Tensor]:
@@ -64,6 +64,13 @@ def test_scale_values() -> None:
     assert values[:4].tolist() == [2.0**-127, 2.0**-126, 1.0, 2.0**127] and torch.isnan(values[4])
     big = mxfp8.quantize(torch.full((1, 32), 2.0**127), torch.tensor([[254]], dtype=torch.uint8))
     assert big.dequantize().eq(2.0**127).all()
+
+
+def test_nothing_above_448_reaches_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Under given scales values may exceed it; torch 2.13 saturates when it casts, earlier releases store NaN."""
+    largest = record_casts(monkeypatch)
+    codes, _, _ = reference.quantize(torch.full((1, 1, 32), 4.0), torch.tensor([[[120]]], dtype=torch.uint8))
+    assert largest == [448] and (codes == 0x7E).all()
 
 
 def test_minus_zero_and_zero_blocks() -> None:

@@ -117,6 +117,38 @@ def test_the_division_comes_before_the_multiplication() -> None:
         assert_bytes_equal_scalar(noise * largest[rows, None, None], anchor[rows], 256)
 
 
+def test_subnormal_intermediates_are_not_flushed() -> None:
+    """Literal bytes, because numpy and torch would flush alike. Under this anchor the encode scale is the largest float
+    and its inverse, 2.94e-39, is subnormal: the map-6 scale is (4e-38 / 6) * 3.40e38 = 2.27, stored as 2.25."""
+    weight = torch.tensor([[[4e-38, 2e-38, -1e-38, 3e-38, 0.0, 5e-39, 1e-38, 2.5e-38] * 2]])
+    codes, scales, _ = reference.quantize(weight, torch.tensor([4e-38]), 1536, None)
+    # 2.25 * 2.94e-39 is one step: 6.05, 3.02, -1.51, 4.54, 0, 0.76, 1.51, 3.78 of them.
+    assert scales.tolist() == [[[0x41]]] and codes[0, 0].tolist() == [0x57, 0x6B, 0x20, 0x63] * 2
+    t = nvfp4.quantize(weight, torch.tensor([4e-38]))
+    assert t.scales.equal(scales) and t.codes.equal(codes)
+
+
+def test_nothing_above_448_reaches_the_cast(monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch 2.13 saturates when it casts to E4M3, earlier releases store NaN: the bytes must not depend on it."""
+    largest = record_casts(monkeypatch)
+    reference.quantize(torch.full((1, 1, 16), 4.0), torch.tensor([1.0]), 1536, None)
+    assert largest and max(largest) == 448
+
+
+def record_casts(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Largest magnitude of every tensor that is cast to E4M3 from here on."""
+    largest: list[float] = []
+    cast = torch.Tensor.to
+
+    def to(self: torch.Tensor, *args: object, **kwargs: object) -> torch.Tensor:
+        if torch.float8_e4m3fn in args:
+            largest.append(float(self.abs().max()))
+        return cast(self, *args, **kwargs)
+
+    monkeypatch.setattr(torch.Tensor, "to", to)
+    return largest
+
+
 def test_layout_of_codes_and_signs() -> None:
     weight = torch.zeros(1, 16)
     weight[0, 0], weight[0, 1], weight[0, 2], weight[0, 3] = 6.0, -6.0, -0.0, 0.5
