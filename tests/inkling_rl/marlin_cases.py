@@ -80,11 +80,13 @@ def hopper_ptx() -> dict[str, str]:
     tiles = {"SHARDS": 2, "TILES_K": triton_marlin.TILES_K}
     scales = {"SHARDS": 2, "NVFP4": True, "SHIFTED": False, "VECTOR": 4}
     scales |= {"ROWS": triton_marlin.SCALE_ROWS, "GROUPS": triton_marlin.SCALE_GROUPS}
+    largest = {"BLOCK": triton_marlin.LARGEST_WORDS}
     found = {}
     for label, kernel, pointers, constants in (
         ("nvfp4", triton_marlin._pack4_kernel, {"codes": "*i64", "words": "*i32"}, tiles),
         ("mxfp8", triton_marlin._pack8_kernel, {"codes": "*i64", "words": "*i32"}, tiles),
         ("scales", triton_marlin._scale_kernel, {"scales": "*i32", "out": "*i32"}, scales),
+        ("largest", triton_marlin._largest_kernel, {"words": "*i32", "found": "*i32"}, largest),
     ):
         names = kernel.arg_names
         signature = {n: "constexpr" if n in constants else pointers.get(n, "i32") for n in names}
