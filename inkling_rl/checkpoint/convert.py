@@ -12,9 +12,9 @@ from __future__ import annotations
 import shutil
 import time
 from collections import deque
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from concurrent.futures import Future, ThreadPoolExecutor
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -27,9 +27,10 @@ from inkling_rl.checkpoint.directory import new_directory
 from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.progress import Progress
 from inkling_rl.checkpoint.reader import GROUP_BYTES, Checkpoint
-from inkling_rl.checkpoint.requantize import Counts, dequantize, name_non_finite, requantize
+from inkling_rl.checkpoint.requantize import Counts, name_non_finite, requantize
 from inkling_rl.checkpoint.shards import ShardWriter, plan_shards
 from inkling_rl.checkpoint.tensor_file import num_bytes
+from inkling_rl.formats import mixed
 from inkling_rl.formats.errors import FormatError
 
 _WAITING_GROUPS = 2
@@ -91,7 +92,7 @@ def convert(
     checkpoint.check()
     plan = make_plan(checkpoint, to, layers)
     dst = Path(dst).expanduser()
-    with new_directory(dst, plan.num_bytes) as hidden:
+    with _one_core_left(), new_directory(dst, plan.num_bytes) as hidden:
         work = _Conversion(checkpoint, plan, hidden, str(dst), progress)
         work.run()
         check_started = time.monotonic()
@@ -99,6 +100,17 @@ def convert(
             proof.check(checkpoint, hidden, dst, plan, work.untouched, progress)
         checked = time.monotonic() - check_started if check else None
     return Summary(path=dst, plan=plan, counts=work.counts, seconds=time.monotonic() - started, check_seconds=checked)
+
+
+@contextmanager
+def _one_core_left() -> Iterator[None]:
+    """Compute on one thread less: it is the writer's core, and threads that wait for a busy one cost more than it."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(max(1, threads - 1))
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
 
 
 class _Conversion:
@@ -117,11 +129,7 @@ class _Conversion:
         plan, directory = self.plan, self.directory
         if self.progress:
             self.progress.phase(f"convert to {plan.to}", plan.num_bytes)
-        threads = torch.get_num_threads()
         with ExitStack() as stack:
-            # One core is the writer's: on two, kernels on both wait for each other and take twice the time.
-            torch.set_num_threads(max(1, threads - 1))
-            stack.callback(torch.set_num_threads, threads)
             model_shards = plan_shards(plan.model, like=plan.like)
             self.model = stack.enter_context(ShardWriter(directory, plan.model, model_shards, self.where))
             self.scales = stack.enter_context(
@@ -178,7 +186,7 @@ class _Conversion:
     def _to_bf16(self, name: str, layer: int, matrix: str, start: int, stop: int) -> Counts:
         stored = self.checkpoint.stored_experts(layer, matrix, start, stop)
         dtype = getattr(torch, self.plan.model[name].dtype)
-        values = dequantize(stored, matrix, dtype, name)
+        values = mixed.dequantize_matrix(stored, matrix, dtype, name=layout.experts_prefix(layer))
         name_non_finite(values, start, name)
 
         def write() -> None:

@@ -41,7 +41,7 @@ def new_directory(path: Path, num_bytes: int = 0) -> Iterator[Path]:
     free = shutil.disk_usage(path.parent).free
     if num_bytes > free:
         raise CheckpointError(
-            f"{path} must be on a disk with {num_bytes / 1e9:.2f} GB free; got {free / 1e9:.2f} GB. "
+            f"{path} must be on a disk with {num_bytes / 1e9:.3f} GB free; got {free / 1e9:.3f} GB. "
             "Free some or choose another directory"
         )
     partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")

@@ -251,10 +251,10 @@ class Checkpoint:
         return values
 
     def _dequantized(self, layer: int, matrix: str, start: int, stop: int, dtype: torch.dtype) -> torch.Tensor:
-        from inkling_rl.checkpoint.requantize import dequantize
+        from inkling_rl.formats import mixed
 
-        name = f"{layout.experts_prefix(layer)}.{matrix}"
-        return dequantize(self.stored_experts(layer, matrix, start, stop), matrix, dtype, name)
+        stored = self.stored_experts(layer, matrix, start, stop)
+        return mixed.dequantize_matrix(stored, matrix, dtype, name=layout.experts_prefix(layer))
 
     def _path_of(self, name: str) -> Path:
         path = self.shards.get(name) or self.source_shards.get(name)

@@ -96,25 +96,6 @@ def requantize(
     return stored, untouched, counts
 
 
-def dequantize(stored: Mapping[str, torch.Tensor], matrix: str, dtype: torch.dtype, name: str) -> torch.Tensor:
-    """Values `[G, rows, columns]` of a few stored experts at once, straight into one tensor.
-
-    Like `mixed.dequantize_matrix`, which goes expert by expert for the sake of whole layers.
-
-    Raises:
-        FormatError: companions missing, left over or of another recipe.
-    """
-    prefix = name.removesuffix(f".{matrix}")
-    expert_format = mixed.stored_format(stored, matrix, prefix)
-    if expert_format == "bf16":
-        return stored[matrix].to(dtype)
-    codes, scales = stored[matrix].view(torch.uint8), stored[f"{matrix}_scale"].view(torch.uint8)
-    if expert_format == "mxfp8":
-        return mxfp8.MXFP8Tensor(codes, scales).dequantize(dtype)
-    denominator = mixed.read_denominator(stored[f"{matrix}_outer_scale_denominator"], name)
-    return nvfp4.NVFP4Tensor(codes, scales, stored[f"{matrix}_amax"], denominator).dequantize(dtype)
-
-
 def name_non_finite(values: torch.Tensor, first: int, name: str) -> None:
     """Refuse experts `first` on, `[G, rows, columns]`, if one holds values that are not finite, under its own number.
 
@@ -144,7 +125,7 @@ def _restore(
         # All zero then, not now: old scales cannot hold it. Any anchor does, the result is not kept.
         anchor = torch.where(revived, 1.0, anchor)
     stored, _ = _quantize(weight, matrix, expert_format, scales, anchor, denominator, name)
-    values = dequantize(stored, matrix, weight.dtype, name)
+    values = mixed.dequantize_matrix(stored, matrix, weight.dtype, name=name.removesuffix(f".{matrix}"))
     if _is_same(weight, values):
         return stored, ~revived
     same = torch.tensor([_is_same(w, v) for w, v in zip(weight, values, strict=True)])

@@ -1,12 +1,12 @@
 """Seconds and memory of `inkling-rl convert` on a release checkpoint of about 1 GB, beside a copy of the same bytes.
 
-    python -m tests.benchmarks.convert_speed [--directory DIR] [--experts 160] [--threads 2] [--repeats 2]
+    python -m tests.benchmarks.convert_speed [--directory DIR] [--experts 160] [--hidden 1024] [--threads 2]
 
 The checkpoint is made of random codes and scales in the shapes of the tiny model with hidden size 1024, expert width
 512 and many experts. Every conversion is a process of its own; `peak` is the kernel's count of its largest resident
 size (VmHWM, libraries included), `anonymous` the largest of samples of RssAnon, every 10 ms. `copy` writes the bytes of
-the result from its files and waits for the disk, as the conversion does. Prints one JSON line per measurement; fails if
-a conversion takes 2 GiB.
+the result from its files and waits for the disk, as the conversion does. `cpu` counts the
+start of Python and torch too. Prints one JSON line per measurement; fails if a conversion takes 2 GiB.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ import argparse
 import json
 import os
 import re
+import resource
 import shutil
 import subprocess
 import sys
@@ -70,7 +71,7 @@ def _tensors(config: dict[str, Any], quant: dict[str, Any]) -> Iterator[tuple[st
 
 def measure(arguments: list[str], threads: int) -> dict[str, float]:
     """Seconds of the whole command and of the conversion in it, and its memory."""
-    started = time.monotonic()
+    started, before = time.monotonic(), resource.getrusage(resource.RUSAGE_CHILDREN)
     process = subprocess.Popen(
         [sys.executable, "-m", "inkling_rl.cli", "convert", *arguments],
         env=os.environ | {"OMP_NUM_THREADS": str(threads)},
@@ -87,6 +88,7 @@ def measure(arguments: list[str], threads: int) -> dict[str, float]:
         anonymous, peak = max(anonymous, found.get("RssAnon", 0)), max(peak, found.get("VmHWM", 0))
         time.sleep(0.01)
     output = process.communicate()[0]
+    after = resource.getrusage(resource.RUSAGE_CHILDREN)
     if process.returncode:
         raise SystemExit(f"convert {arguments} ended with status {process.returncode}")
     seconds = re.search(r"result: .* in ([\d.]+) s .*?(?:checked in ([\d.]+) s)?$", output.strip().splitlines()[-1])
@@ -95,6 +97,7 @@ def measure(arguments: list[str], threads: int) -> dict[str, float]:
         "seconds": round(time.monotonic() - started, 2),
         "converting": float(seconds[1]),
         "checking": float(seconds[2] or 0),
+        "cpu": round(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime, 2),
         "peak_mib": peak / 2**20,
         "anonymous_mib": anonymous / 2**20,
     }
@@ -117,13 +120,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--directory", type=Path, help="where to work, on the disk to measure; the system's else")
     parser.add_argument("--experts", type=int, default=160)
+    parser.add_argument("--hidden", type=int, default=1024, help="experts are half as wide")
     parser.add_argument("--threads", type=int, default=2)
     parser.add_argument("--repeats", type=int, default=2)
     args = parser.parse_args()
     worst = 0.0
     with tempfile.TemporaryDirectory(dir=args.directory) as scratch:
         root = Path(scratch)
-        release = write_release(root / "release", args.experts)
+        release = write_release(root / "release", args.experts, args.hidden, args.hidden // 2)
         size = {"release": _size(release)}
         for number in range(args.repeats):
             for check in ([], ["--check"]):
