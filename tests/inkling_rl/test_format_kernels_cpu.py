@@ -22,7 +22,15 @@ from inkling_rl.formats.reference import mxfp8 as reference_mxfp8
 from inkling_rl.formats.reference import nvfp4 as reference_nvfp4
 from tests.inkling_rl import format_cases
 
-pytestmark = pytest.mark.skipif(not cpu_library.have_native(), reason="no C++ compiler on this machine")
+
+def have_compiler() -> bool:
+    try:
+        return bool(native.find_compiler())
+    except native.BuildError:
+        return False
+
+
+pytestmark = pytest.mark.skipif(not have_compiler(), reason="no C++ compiler on this machine")
 
 INSTRUCTION_SETS = ("native", "haswell", "x86-64")
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)

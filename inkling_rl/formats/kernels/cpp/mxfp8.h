@@ -116,8 +116,8 @@ inline vf code_values(const uint8_t* codes) {
 
 template <class T> __attribute__((noinline)) void dequantize_mxfp8(
     const uint8_t* codes, const uint8_t* scales, int64_t blocks, T* out) {
-  // From here on every result is normal, or zero, or above all, and its four significant bits fit bfloat16 as they are.
-  constexpr uint8_t EXACT = 10;
+  // From this scale on every result is a multiple of 2^-133, bfloat16's smallest: its four significant bits fit as they are.
+  constexpr uint8_t EXACT = 3;
   for (int64_t block = 0; block < blocks; ++block) {
     const float scale = float_of(power(scales[block]));
     const bool exact = scales[block] >= EXACT;
