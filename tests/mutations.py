@@ -25,7 +25,14 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[1]
 REFERENCE_TESTS = ("test_nvfp4.py", "test_mxfp8.py", "test_mixed.py", "test_fake_quantize.py", "test_oracles.py")
-CPU_TESTS = ("test_nvfp4.py", "test_mxfp8.py", "test_mixed.py", "test_format_kernels_cpu.py", "test_oracles.py")
+CPU_TESTS = (
+    "test_native_rounding.py",
+    "test_nvfp4.py",
+    "test_mxfp8.py",
+    "test_mixed.py",
+    "test_format_kernels_cpu.py",
+    "test_oracles.py",
+)
 FORMATS = "inkling_rl/formats"
 REFERENCE, REFERENCE_MX = f"{FORMATS}/reference/nvfp4.py", f"{FORMATS}/reference/mxfp8.py"
 CPP, CPP_MX, VECTORS = (f"{FORMATS}/kernels/cpp/{name}.h" for name in ("nvfp4", "mxfp8", "vectors"))
@@ -128,6 +135,8 @@ MUTATIONS = (
     mutation("codes under a zero scale kept", CPP, "const vu keep = (vu)(scale != 0);", "const vu keep = (vu)(scale != 256);"),
     mutation("the sign of -0.0 dropped", REFERENCE, "torch.signbit(value).byte() << 3", "(value < 0).byte() << 3"),
     mutation("contraction on", "inkling_rl/native.py", '"-ffp-contract=off"', '"-ffp-contract=fast"'),
+    mutation("contraction: value minus weight in one rounding", REFERENCE, "distance = (value - blocks).abs()", "exact = (table[code.long()] * e4m3_values(scale)[..., None]).double() * amax.double() / denominator\n    distance = (exact - blocks.double()).abs().float()"),
+    mutation("contraction: value minus weight in one rounding", CPP, CPP_ERROR, "error = error + (vf)((vu)multiply_add(q, level, -magnitude) & ABS);"),
     mutation("denormals flushed", VECTORS, "_mm_setcsr(0x1F80);", "_mm_setcsr(0x9FC0);"),
     mutation("denormals flushed", REFERENCE, "BLOCK_SIZE = 16\n", "torch.set_flush_denormal(True)\nBLOCK_SIZE = 16\n"),
     mutation("denormals flushed", REFERENCE_MX, "BLOCK_SIZE = 32\n", "torch.set_flush_denormal(True)\nBLOCK_SIZE = 32\n"),

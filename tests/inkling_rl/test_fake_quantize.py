@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch.utils.checkpoint import checkpoint
 
-from inkling_rl.formats import ExpertFormat, mxfp8, nvfp4
+from inkling_rl.formats import ExpertFormat, marlin, mixed, mxfp8, nvfp4
 from inkling_rl.formats.errors import FormatError
 from inkling_rl.formats.fake_quantize import fake_quantize, flushed_scales
 from tests.inkling_rl.format_cases import mxfp8_cases, nvfp4_cases, strided_views
@@ -200,3 +200,23 @@ def test_marlin_loses_nothing_ordinary() -> None:
 def test_what_cannot_be_rounded_is_refused(call, message: str) -> None:
     with pytest.raises(FormatError, match=message):
         call(weights(4, 32))
+
+
+@pytest.mark.parametrize("expert_format", ["nvfp4", "mxfp8"])
+@pytest.mark.parametrize("shrunk", [1.0, 0.6])
+def test_marlin_values_are_those_of_its_layout(expert_format: ExpertFormat, shrunk: float) -> None:
+    """Through the engine's own bytes: with blocks that are flushed, and with anchors that let the scales shift."""
+    w13, w2 = weights(2, 128, 64), weights(2, 64, 64, seed=1)
+    for w in (w13, w2):
+        w *= torch.logspace(-7, 0, w.shape[1])[:, None] if expert_format == "nvfp4" else 1.0
+    w13[1, 3] = 1e-37
+    anchors = {f"{n}_weight_amax": w.abs().amax((1, 2)) / shrunk for n, w in (("w13", w13), ("w2", w2))}
+    stored = mixed.quantize_layer(w13, w2, expert_format, anchors=anchors)
+    engine = marlin.from_release(stored, expert_format)
+    num_flushed = 0
+    for matrix, weight in (("w13_weight", w13), ("w2_weight", w2)):
+        anchor = anchors[f"{matrix}_amax"] if expert_format == "nvfp4" else None
+        served = fake_quantize(weight, expert_format, anchor=anchor, target="marlin")
+        assert served.equal(marlin.dequantize(engine, matrix, expert_format, 64))
+        num_flushed += int((served != fake_quantize(weight, expert_format, anchor=anchor)).sum())
+    assert num_flushed > 0
