@@ -17,7 +17,7 @@ from inkling_rl.checkpoint.conversion import Plan
 from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.progress import Progress
 from inkling_rl.checkpoint.reader import Checkpoint
-from inkling_rl.checkpoint.requantize import requantize
+from inkling_rl.checkpoint.requantize import requantize, same_bytes
 from inkling_rl.checkpoint.source import source_companions
 from inkling_rl.checkpoint.tensor_file import COPY_BYTES
 
@@ -115,9 +115,9 @@ def _compare(
 ) -> None:
     """Refuse the first expert of which a tensor differs in a byte; scalars belong to all."""
     for key, value in required.items():
-        a, b = (_bytes(tensor) for tensor in (value, found[key]))
-        if torch.equal(a, b):
+        if same_bytes(value, found[key]):
             continue
+        a, b = (_bytes(tensor) for tensor in (value, found[key]))
         full_name = name + key.removeprefix(matrix)
         differs = (a != b).flatten(1).any(1) if a.ndim > 1 else torch.ones(1, dtype=torch.bool)
         _refuse(differs, start, full_name, result, what)
@@ -144,8 +144,7 @@ def _check_copy(checkpoint: Checkpoint, result: Checkpoint, name: str) -> None:
     place = result.place(name)
     if checkpoint.place(name).spec == place.spec:
         for start, stop in place.chunks(COPY_BYTES):
-            ours, theirs = (_bytes(c.rows(name, start, stop)) for c in (result, checkpoint))
-            if not torch.equal(ours, theirs):
+            if not same_bytes(*(c.rows(name, start, stop) for c in (result, checkpoint))):
                 break
         else:
             return
