@@ -31,7 +31,7 @@ GROUP_BYTES = 8 * 2**20
 """Of BF16 values; so many experts are read and converted at once, and at least one.
 
 Such a group stays in the cache between the steps that it goes through, and the allocator keeps its memory: groups of
-32 MiB took three times as long, most of it in page faults.
+32 MiB took twice as long, most of it in page faults.
 """
 
 
