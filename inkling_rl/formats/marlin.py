@@ -27,11 +27,12 @@ Not an arithmetic of its own: `inkling_rl.formats.mixed` quantises, `reference.m
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 
-from inkling_rl.formats import ExpertFormat, kernels, mixed
-from inkling_rl.formats.errors import FormatError, refuse_non_finite
+from inkling_rl.formats import ExpertFormat, kernels, mixed, nvfp4
+from inkling_rl.formats.errors import FormatError, check_weight, refuse_non_finite
 from inkling_rl.formats.kernels import marlin as marlin_kernels
 from inkling_rl.formats.marlin_inverse import dequantize, to_release
 from inkling_rl.formats.marlin_layout import (
@@ -112,6 +113,11 @@ def from_weights(
             anchors = {**_largest(whole, source, anchors or {}, name), **(anchors or {})}
         w13, w2 = (slice_tensor(whole[m], m, width, tp_rank, tp_size, 1) for m in mixed.MATRICES)
         source = None if source is None else slice_source(source, width, expert_format, tp_rank, tp_size)
+    if source is None and (implementation := marlin_kernels.fused(w13.device)) is not None:
+        weights = {"w13_weight": w13, "w2_weight": w2}
+        engine = _fused(implementation, weights, expert_format, anchors or {}, scale_max, name)
+        if engine is not None:
+            return engine
     stored = mixed.quantize_layer(w13, w2, expert_format, source, anchors=anchors, scale_max=scale_max, name=name)
     return from_release(stored, expert_format, name=name)
 
@@ -144,6 +150,46 @@ def flushed_blocks(
             lost = scales == 0
         counts[matrix] = (alive & lost).sum((1, 2))
     return counts
+
+
+def _fused(
+    implementation: Any,
+    weights: Mapping[str, torch.Tensor],
+    expert_format: ExpertFormat,
+    anchors: Mapping[str, torch.Tensor],
+    scale_max: int,
+    name: str,
+) -> dict[str, torch.Tensor] | None:
+    """`from_weights` in one pass; None where the scales turn out to need another shift than 0."""
+    nvfp4.check_scale_max(scale_max)
+    block = BLOCK_SIZES[expert_format]
+    hidden, width = weights["w2_weight"].shape[1:]
+    padded = padded_width(width, hidden, expert_format)
+    engine, found, amax = {}, {}, {}
+    for matrix, weight in weights.items():
+        label = f"{name}.{matrix}"
+        check_weight(weight, block, label)
+        shape = (SHARDS[matrix], *((padded, hidden) if matrix == "w13_weight" else (hidden, padded)))
+        if expert_format == "mxfp8":
+            engine[matrix], scales, found[matrix] = implementation.mxfp8(weight, *shape)
+        else:
+            given = anchors.get(f"{matrix}_amax")
+            largest = kernels.nvfp4(weight.device).largest
+            amax[matrix] = largest(weight) if given is None else nvfp4.given_anchor(weight, given, label)
+            words = implementation.nvfp4(weight, amax[matrix], 6 * scale_max, *shape)
+            engine[matrix], scales, top, counts = words
+            found[matrix] = torch.cat([counts, top[:, None].long()], 1)
+        engine[f"{matrix}_scale"] = scales.view(SCALE_DTYPES[expert_format])
+    for matrix, counts in found.items():
+        label, numbers = f"{name}.{matrix}", counts.reshape(len(counts), -1).T.tolist()
+        refuse_non_finite(numbers[0], 3, label)
+        if expert_format == "nvfp4":
+            nvfp4.refuse_zero_anchors(numbers[2], label)
+            _check_anchors(amax[matrix], 6 * scale_max, label)
+            if reference.scale_shift(max(numbers[3])):
+                return None
+            engine[f"{matrix}_scale_2"] = reference.outer_scale(amax[matrix], 6 * scale_max, 0)
+    return engine
 
 
 def _checked_parts(

@@ -72,18 +72,17 @@ def quantize(
     Raises:
         FormatError: non-finite values, wrong dtype, K not a multiple of 16, an unusable anchor, foreign scales.
     """
-    if scale_max not in SCALE_MAXIMA:
-        raise FormatError(f"scale_max must be 256 or 448; got {scale_max}. Use 256, the release's recipe")
+    check_scale_max(scale_max)
     check_weight(weight, BLOCK_SIZE, name)
     if scales is not None:
         check_scales(scales, weight, BLOCK_SIZE, name)
     experts, implementation = as_experts(weight), kernels.nvfp4(weight.device)
-    anchor = implementation.largest(experts) if amax is None else _given_anchor(weight, amax, name)
+    anchor = implementation.largest(experts) if amax is None else given_anchor(weight, amax, name)
     given = None if scales is None else as_experts(scales)
     codes, chosen, counts = implementation.quantize(experts, anchor, 6 * scale_max, given)
     non_finite, saturated, orphaned = counts.T.tolist()
     refuse_non_finite(non_finite, weight.ndim, name)
-    _refuse_zero_anchors(orphaned, name)
+    refuse_zero_anchors(orphaned, name)
     lead = weight.shape[:-1]
     return NVFP4Tensor(
         codes.reshape(*lead, -1),
@@ -94,7 +93,17 @@ def quantize(
     )
 
 
-def _given_anchor(weight: torch.Tensor, amax: torch.Tensor | float, name: str) -> torch.Tensor:
+def check_scale_max(scale_max: int) -> None:
+    if scale_max not in SCALE_MAXIMA:
+        raise FormatError(f"scale_max must be 256 or 448; got {scale_max}. Use 256, the release's recipe")
+
+
+def given_anchor(weight: torch.Tensor, amax: torch.Tensor | float, name: str) -> torch.Tensor:
+    """float32 `[E]` (one for a tensor that is no stack) from an anchor that a caller gives for `weight`.
+
+    Raises:
+        FormatError: wrong shape, or not finite, or negative.
+    """
     anchor = torch.as_tensor(amax, dtype=torch.float32, device=weight.device)
     expected = weight.shape[:1] if weight.ndim == 3 else ()
     if anchor.shape != expected:
@@ -106,7 +115,12 @@ def _given_anchor(weight: torch.Tensor, amax: torch.Tensor | float, name: str) -
     return anchor.reshape(-1)
 
 
-def _refuse_zero_anchors(orphaned: list[int], name: str) -> None:
+def refuse_zero_anchors(orphaned: list[int], name: str) -> None:
+    """Refuse experts with `orphaned[e]` blocks that are not zero under an anchor of zero.
+
+    Raises:
+        FormatError: names the first.
+    """
     dead = [expert for expert, blocks in enumerate(orphaned) if blocks]
     if dead:
         raise FormatError(

@@ -6,6 +6,8 @@ C++ on the CPU, Triton on CUDA, the reference itself where neither can run.
 
 from __future__ import annotations
 
+from functools import cache
+from importlib.util import find_spec
 from typing import Protocol
 
 import torch
@@ -44,6 +46,10 @@ def nvfp4(device: torch.device) -> NVFP4Kernels:
     """Implementation of NVFP4 for tensors of `device`."""
     if device.type == "cpu" and have_native():
         return cpu_nvfp4
+    if device.type == "cuda" and have_triton():
+        from inkling_rl.formats.kernels import triton_nvfp4
+
+        return triton_nvfp4
     return reference_nvfp4
 
 
@@ -51,7 +57,17 @@ def mxfp8(device: torch.device) -> MXFP8Kernels:
     """Implementation of MXFP8 for tensors of `device`."""
     if device.type == "cpu" and have_native():
         return cpu_mxfp8
+    if device.type == "cuda" and have_triton():
+        from inkling_rl.formats.kernels import triton_mxfp8
+
+        return triton_mxfp8
     return reference_mxfp8
+
+
+@cache
+def have_triton() -> bool:
+    """Whether Triton is installed; it comes with torch for CUDA."""
+    return find_spec("triton") is not None
 
 
 def have_fast(device: torch.device) -> bool:

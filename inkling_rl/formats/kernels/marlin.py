@@ -6,6 +6,7 @@ and the same bytes.
 
 from __future__ import annotations
 
+from types import ModuleType
 from typing import Protocol
 
 import torch
@@ -34,3 +35,12 @@ def choose(device: torch.device) -> MarlinKernels:
     if device.type == "cpu" and cpu_marlin.functions() is not None:
         return cpu_marlin
     return torch_marlin
+
+
+def fused(device: torch.device) -> ModuleType | None:
+    """`triton_engine`, which quantises straight to the engine's layout, where it can run."""
+    if device.type != "cuda":
+        return None
+    from inkling_rl.formats.kernels import triton_engine
+
+    return triton_engine

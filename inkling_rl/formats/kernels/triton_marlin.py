@@ -94,7 +94,7 @@ def _as_int32(scales: torch.Tensor) -> tuple[torch.Tensor, int]:
 
 def _places(stored: torch.Tensor) -> tuple[int, ...]:
     """Where rows start, in bytes: steps, the address, and the offset, which a view of another type asks about."""
-    return (*stored.stride()[:2], stored.data_ptr(), stored.storage_offset())
+    return (*stored.stride()[:2], stored.data_ptr(), int(stored.storage_offset()))
 
 
 @triton.jit
@@ -129,7 +129,7 @@ def _pack4_kernel(
     bl = (b0 & _LOW_NIBBLES) | ((b1 << 4) & _HIGH_NIBBLES)
     ah = ((a0 >> 4) & _LOW_NIBBLES) | (a1 & _HIGH_NIBBLES)
     bh = ((b0 >> 4) & _LOW_NIBBLES) | (b1 & _HIGH_NIBBLES)
-    w0, w1, w2, w3 = _transpose4(al, bl, ah, bh)
+    w0, w1, w2, w3 = transpose4(al, bl, ah, bh)
     quads = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [32, TILES_K, 2, 2], q = 2 * axis 2 + axis 3
     tile = tl.permute(tl.reshape(quads, [8, 4, TILES_K, 4]), (2, 0, 3, 1))  # kt, i, q, j
     _store(words, tl.reshape(tile, [TILES_K, 128]), expert, kt, tiles_k, words_per_row, 128, TILES_K)
@@ -151,8 +151,8 @@ def _pack8_kernel(
     inside = (kt[None, :] < valid_k) & (row < valid_rows)[:, None]
     halves = start[:, :, None] + tl.arange(0, 2)[None, None, :]
     a, b = tl.split(tl.load(halves, mask=inside[:, :, None], other=0))  # k 0-7 and 8-15
-    w0, w1 = _zip_bytes(a.to(tl.int32), b.to(tl.int32))
-    w2, w3 = _zip_bytes((a >> 32).to(tl.int32), (b >> 32).to(tl.int32))
+    w0, w1 = zip_bytes(a.to(tl.int32), b.to(tl.int32))
+    w2, w3 = zip_bytes((a >> 32).to(tl.int32), (b >> 32).to(tl.int32))
     quads = tl.join(tl.join(w0, w2), tl.join(w1, w3))
     tile = tl.permute(tl.reshape(quads, [8, 8, TILES_K, 4]), (2, 0, 3, 1))  # kt, i, q, (j, half)
     _store(words, tl.reshape(tile, [TILES_K, 256]), expert, kt, tiles_k, words_per_row, 256, TILES_K)
@@ -182,7 +182,7 @@ def _scale_kernel(
     x1 = tl.load(start + 2 * step, mask=here & (row + 16 < valid_rows)[:, None], other=0)
     x2 = tl.load(start + step, mask=here & (row + 8 < valid_rows)[:, None], other=0)
     x3 = tl.load(start + 3 * step, mask=here & (row + 24 < valid_rows)[:, None], other=0)
-    w0, w1, w2, w3 = _transpose4(x0, x1, x2, x3)
+    w0, w1, w2, w3 = transpose4(x0, x1, x2, x3)
     quads = tl.join(tl.join(w0, w2), tl.join(w1, w3))  # [ROWS / 4, GROUPS / 4, 2, 2]
     if SHIFTED:
         quads = _shifted_bytes(quads, shift)
@@ -211,7 +211,7 @@ def _shifted_bytes(words, shift):
 
 
 @triton.jit
-def _transpose4(x0, x1, x2, x3):
+def transpose4(x0, x1, x2, x3):
     """Byte b of word a becomes byte a of word b."""
     e01 = (x0 & _EVEN_BYTES) | ((x1 << 8) & _ODD_BYTES)
     o01 = ((x0 >> 8) & _EVEN_BYTES) | (x1 & _ODD_BYTES)
@@ -225,7 +225,7 @@ def _transpose4(x0, x1, x2, x3):
 
 
 @triton.jit
-def _zip_bytes(x, y):
+def zip_bytes(x, y):
     """Words x0 y0 x1 y1 and x2 y2 x3 y3 of the bytes of x and y."""
     even = (x & _EVEN_BYTES) | ((y << 8) & _ODD_BYTES)  # x0 y0 x2 y2
     odd = ((x >> 8) & _EVEN_BYTES) | (y & _ODD_BYTES)  # x1 y1 x3 y3
