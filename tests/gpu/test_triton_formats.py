@@ -7,8 +7,9 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from inkling_rl.formats import marlin, mixed
+from inkling_rl.formats import marlin, mixed, nvfp4, report
 from inkling_rl.formats.errors import FormatError
+from inkling_rl.formats.fake_quantize import fake_quantize
 from inkling_rl.formats.reference import marlin as reference_marlin
 from inkling_rl.formats.reference import mxfp8 as reference_mxfp8
 from inkling_rl.formats.reference import nvfp4 as reference
@@ -197,3 +198,25 @@ def test_layers_on_the_device_are_those_of_the_host(expert_format: mixed.ExpertF
     w2[3, 5, 7] = float("nan")
     with pytest.raises(FormatError, match=r"w2_weight must be finite.*expert 3: 1"):
         marlin.from_weights(w13.cuda(), w2.cuda(), expert_format)
+
+
+def test_fake_quantisation_and_reports_on_the_device() -> None:
+    g = torch.Generator().manual_seed(3)
+    weight = torch.randn(3, 64, 128, generator=g)
+    moved = weight + 1e-3 * torch.randn(weight.shape, generator=g)
+    anchor = weight.abs().amax((1, 2)) * 1.01
+    for dtype in (torch.float32, torch.bfloat16):
+        expected = fake_quantize(weight.to(dtype), "nvfp4", anchor=anchor, target="marlin")
+        leaf = weight.to(dtype).cuda().requires_grad_()
+        got = fake_quantize(leaf, "nvfp4", anchor=anchor.cuda(), target="marlin")
+        assert got.detach().cpu().equal(expected)
+        got.backward(got.detach())
+        assert leaf.grad is not None and leaf.grad.equal(got.detach())
+    versions = [
+        [nvfp4.quantize(w.to(device), anchor.to(device)) for w in (weight, moved)] for device in ("cpu", "cuda")
+    ]
+    on_host, on_device = (report.changed(*pair) for pair in versions)
+    assert on_device.codes.cpu().equal(on_host.codes) and on_device.scales.cpu().equal(on_host.scales)
+    assert all(a.cpu().equal(b) for a, b in zip(on_device.blocks, on_host.blocks, strict=True))
+    error = report.quantization_report(weight.cuda(), versions[1][0]).relative_error.cpu()
+    torch.testing.assert_close(error, report.quantization_report(weight, versions[0][0]).relative_error)

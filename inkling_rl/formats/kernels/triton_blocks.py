@@ -113,8 +113,8 @@ def absmax(b):
         w = _absmax_bf16x2(b[0], b[1])
         for i in tl.static_range(2, 8):
             w = _absmax_bf16x2(w, b[i])
-        even, odd = (w << 16).to(tl.float32, bitcast=True), (w & _UPPER_HALF).to(tl.float32, bitcast=True)
-        return tl.maximum(tl.abs(even), tl.abs(odd), propagate_nan=tl.PropagateNan.ALL)
+        w = _absmax_bf16x2(w, byte_permute(w, w, 0x1032))
+        return (w & 0x7FFF0000).to(tl.float32, bitcast=True)
 
 
 @triton.jit

@@ -34,6 +34,7 @@ SPAN, LISTED = 16384, 256
 """Blocks that share a list of uncertain ones, and how many fit; with more of them the whole span is done again."""
 
 _SIXTH = tl.constexpr(nearest_float32(1 / 6))
+_SIXTH_REST = tl.constexpr(nearest_float32(1 / 6 - nearest_float32(1 / 6)))
 _TWO_22 = tl.constexpr(2.0**22)
 _FLOAT_MAX = tl.constexpr(3.4028234663852886e38)
 # The fast form works in units of 1/64 of a code's value: the codes are then E4M3 subnormals, see `pack_codes`.
@@ -115,9 +116,8 @@ def _prepare_kernel(
 def fast_block(b, encode, table, two16, four, TILE: tl.constexpr):
     """Words of codes 0-7 and 8-15, scale byte, and whether they are certainly the reference's."""
     maximum = absmax(b)
-    # maximum / 6, correctly rounded: quotient by the reciprocal, then one step with the exact remainder.
-    estimate = maximum * _SIXTH
-    base = tl.fma(tl.fma(estimate, -6.0, maximum), _SIXTH, estimate) * encode
+    # maximum / 6, correctly rounded: 1/6 in two parts, 48 bits; thirds are never near the middle between two floats.
+    base = tl.fma(maximum, _SIXTH, maximum * _SIXTH_REST) * encode
     byte6, byte4 = e4m3_two(base, base * 1.5)
     inverse6, unit6 = two_floats(tl.load(table + byte6))
     inverse4, unit4 = two_floats(tl.load(table + byte4))
@@ -168,11 +168,19 @@ def exact_choice(b, expert_scales, TILE: tl.constexpr):
     anchor, denominator = tl.load(expert_scales + 2), tl.load(expert_scales + 3)
     base = exact_base(b, encode, TILE)
     pair = e4m3_pair(tl.minimum(base, 448.0), tl.minimum(base * 1.5, 448.0))
-    low6, high6, error6 = exact_candidate(b, pair & 0xFF, decode, anchor, denominator, TILE)
-    low4, high4, error4 = exact_candidate(b, pair >> 8, decode, anchor, denominator, TILE)
+    if (anchor >= _SMALLEST) & (anchor <= _LARGEST):
+        low, high, scale = _exact_pick(b, pair, decode, anchor, denominator, True, TILE)
+    else:
+        low, high, scale = _exact_pick(b, pair, decode, anchor, denominator, False, TILE)
+    return low, high, scale, base, anchor
+
+
+@triton.jit
+def _exact_pick(b, pair, decode, anchor, denominator, NORMAL: tl.constexpr, TILE: tl.constexpr):
+    low6, high6, error6 = exact_candidate(b, pair & 0xFF, decode, anchor, denominator, NORMAL, TILE)
+    low4, high4, error4 = exact_candidate(b, pair >> 8, decode, anchor, denominator, NORMAL, TILE)
     four = error4 < error6
-    scale = tl.where(four, pair >> 8, pair & 0xFF)
-    return tl.where(four, low4, low6), tl.where(four, high4, high6), scale, base, anchor
+    return tl.where(four, low4, low6), tl.where(four, high4, high6), tl.where(four, pair >> 8, pair & 0xFF)
 
 
 @triton.jit
@@ -181,38 +189,47 @@ def exact_base(b, encode, TILE: tl.constexpr):
 
 
 @triton.jit
-def exact_candidate(b, byte, decode, anchor, denominator, TILE: tl.constexpr):
-    """Words of codes 0-7 and 8-15 under scale `byte`, and the error of the reference."""
+def exact_candidate(b, byte, decode, anchor, denominator, NORMAL: tl.constexpr, TILE: tl.constexpr):
+    """Words of codes 0-7 and 8-15 under scale `byte`, and the error of the reference.
+
+    NORMAL says that no product of a code, a scale and the anchor is subnormal or overflows.
+    """
     scale, _ = e4m3_pair_values(byte)
     step = scale * decode
     inverse = tl.minimum(tl.div_rn(tl.full([TILE], 1.0, tl.float32), step), _FLOAT_MAX)
     error = tl.zeros([TILE], tl.float32)
-    a, error = _exact4(b, 0, inverse, scale, anchor, denominator, error)
-    c, error = _exact4(b, 1, inverse, scale, anchor, denominator, error)
+    a, error = _exact4(b, 0, inverse, scale, anchor, denominator, error, NORMAL)
+    c, error = _exact4(b, 1, inverse, scale, anchor, denominator, error, NORMAL)
     low = pack_codes(a, c, sign_bytes(b, 0), sign_bytes(b, 1), 4)
-    a, error = _exact4(b, 2, inverse, scale, anchor, denominator, error)
-    c, error = _exact4(b, 3, inverse, scale, anchor, denominator, error)
+    a, error = _exact4(b, 2, inverse, scale, anchor, denominator, error, NORMAL)
+    c, error = _exact4(b, 3, inverse, scale, anchor, denominator, error, NORMAL)
     high = pack_codes(a, c, sign_bytes(b, 2), sign_bytes(b, 3), 4)
     return tl.where(byte == 0, 0, low), tl.where(byte == 0, 0, high), error
 
 
 @triton.jit
-def _exact4(b, i: tl.constexpr, inverse, scale, anchor, denominator, error):
-    q0, error = _exact1(column(b, 4 * i, 65536), inverse, scale, anchor, denominator, error)
-    q1, error = _exact1(column(b, 4 * i + 1, 65536), inverse, scale, anchor, denominator, error)
-    q2, error = _exact1(column(b, 4 * i + 2, 65536), inverse, scale, anchor, denominator, error)
-    q3, error = _exact1(column(b, 4 * i + 3, 65536), inverse, scale, anchor, denominator, error)
+def _exact4(b, i: tl.constexpr, inverse, scale, anchor, denominator, error, NORMAL: tl.constexpr):
+    q0, error = _exact1(column(b, 4 * i, 65536), inverse, scale, anchor, denominator, error, NORMAL)
+    q1, error = _exact1(column(b, 4 * i + 1, 65536), inverse, scale, anchor, denominator, error, NORMAL)
+    q2, error = _exact1(column(b, 4 * i + 2, 65536), inverse, scale, anchor, denominator, error, NORMAL)
+    q3, error = _exact1(column(b, 4 * i + 3, 65536), inverse, scale, anchor, denominator, error, NORMAL)
     return e4m3_pack(q0, q1, q2, q3), error
 
 
 @triton.jit
-def _exact1(x, inverse, scale, anchor, denominator, error):
+def _exact1(x, inverse, scale, anchor, denominator, error, NORMAL: tl.constexpr):
     """Magnitude of the code in units, and `error` plus the reference's distance, operation by operation."""
     y = tl.minimum(tl.abs(x) * inverse, 6.0)
-    spacing = tl.where(y < 2.0, 0.5, tl.where(y < 4.0, 1.0, 2.0))
-    # Adding 2^23 spacings rounds to a multiple of the spacing, ties to even.
-    q = (y + spacing * 8388608.0) - spacing * 8388608.0
-    value = tl.div_rn((q * scale) * anchor, denominator + q * 0.0)
+    z = tl.maximum(y, 1 + 2.0**-21)  # rounds as in `_round1`
+    q = tl.fma(z, _TWO_22, -1.0 * tl.fma(z, _TWO_22, -1.0 * y))
+    product = (q * scale) * anchor
+    if NORMAL:
+        # product / denominator, correctly rounded: by the reciprocal of a constant, then the exact remainder.
+        reciprocal = tl.where(denominator == 1536.0, 1 / 1536, 1 / 2688).to(tl.float32)
+        estimate = product * reciprocal
+        value = tl.fma(tl.fma(estimate, -1.0 * denominator, product), reciprocal, estimate)
+    else:
+        value = tl.div_rn(product, denominator + q * 0.0)  # a tensor; q is finite
     return q * 0.015625, error + tl.abs(value - tl.abs(x))
 
 

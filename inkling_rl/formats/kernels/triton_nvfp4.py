@@ -31,7 +31,7 @@ from inkling_rl.formats.kernels.triton_four_over_six import (
 from inkling_rl.formats.reference import nvfp4 as reference
 
 BLOCK_SIZE = reference.BLOCK_SIZE
-TILE, TILES, UNROLL, WARPS = 128, 8, 2, 4
+TILE, TILES, UNROLL, WARPS = 128, 16, 2, 4
 
 
 def largest(weight: torch.Tensor) -> torch.Tensor:
@@ -122,8 +122,7 @@ def _fast_kernel(
     weight, table = weight + expert * stride_e, table + expert * 128
     codes, scales = codes + expert * num_blocks * 2, scales + expert * num_blocks
     for i in tl.range(TILES, loop_unroll_factor=UNROLL):
-        # Programs that run at the same time read neighbouring tiles: 64 KiB apart they would meet in the same banks.
-        start = (i * tl.num_programs(0) + tl.program_id(0)) * TILE
+        start = (tl.program_id(0) * TILES + i) * TILE
         block = start + tl.arange(0, TILE)
         inside = block < num_blocks
         b = load_block(weight, block, inside, stride_n, BLOCKS_PER_ROW, FLAT, EVEN, TILE)
@@ -176,7 +175,7 @@ def _exact_block(b, block, inside, codes, scales, counts, expert_scales, GIVEN: 
         decode, denominator = tl.load(expert_scales + 1), tl.load(expert_scales + 3)
         base, anchor = exact_base(b, tl.load(expert_scales), TILE), tl.load(expert_scales + 2)
         scale = tl.load(scales + block, mask=inside, other=0).to(tl.int32)
-        low, high, _ = exact_candidate(b, scale, decode, anchor, denominator, TILE)
+        low, high, _ = exact_candidate(b, scale, decode, anchor, denominator, False, TILE)
     else:
         low, high, scale, base, anchor = exact_choice(b, expert_scales, TILE)
     _store(codes, scales, block, inside, low, high, scale, False)
