@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 triton = pytest.importorskip("triton")
 
@@ -26,6 +27,7 @@ from inkling_rl.formats.kernels import (  # noqa: E402
     triton_mxfp8,
     triton_nvfp4,
 )
+from inkling_rl.formats.kernels.triton_blocks import pointers  # noqa: E402
 
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 if not (TOOLS / "nvdisasm").exists():
@@ -42,6 +44,7 @@ FAST = {**ROWS, **LISTS, "EVEN": True, "TILE": 128, "TILES": triton_nvfp4.TILES,
 KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str], int]] = {
     "NVFP4, bfloat16": (triton_nvfp4._fast_kernel, FAST, {"weight": "*i32"}, 4),
     "NVFP4, float32": (triton_nvfp4._fast_kernel, FAST, {"weight": "*fp32"}, 4),
+    "NVFP4, rows apart": (triton_nvfp4._fast_kernel, {**FAST, "FLAT": False, "EVEN": False}, {"weight": "*i32"}, 4),
     "NVFP4, exact": (
         triton_nvfp4._exact_kernel, {**ROWS, **LISTS, "GIVEN": False, "TILE": 32}, {"weight": "*i32"}, 1,
     ),
@@ -51,6 +54,10 @@ KERNELS: dict[str, tuple[Any, dict[str, Any], dict[str, str], int]] = {
     "MXFP8": (
         triton_mxfp8._quantize_kernel, {**ROWS, "GIVEN": False, "TILE": 64, "TILES": 2},
         {"weight": "*bf16", "codes": "*u8"}, 4,
+    ),
+    "MXFP8, rows apart": (
+        triton_mxfp8._quantize_kernel, {**ROWS, "FLAT": False, "GIVEN": True, "TILE": 64, "TILES": 2},
+        {"weight": "*fp32", "codes": "*u8"}, 4,
     ),
     "MXFP8 in Marlin's layout": (triton_engine._mxfp8_kernel, {"SHARDS": 2}, {"weight": "*i32"}, 4),
     "largest": (triton_nvfp4._largest_kernel, {**ROWS, "TILE": 256, "TILES": 8}, {"weight": "*i32"}, 8),
@@ -119,3 +126,18 @@ def loop(sass: str) -> list[str]:
         elif (branch := re.search(r"BRA `\((\.L_x_\d+)\)", line)) and branch[1] in labels:
             return [line for line in lines[labels[branch[1]] : i + 1] if line.startswith("/*")]
     raise AssertionError("no loop")
+
+
+def test_weights_are_copied_only_where_a_row_is_not_one_aligned_piece() -> None:
+    buffer = torch.randn(4, 70, 136).bfloat16()
+    for view in (buffer[:, :64, :128], buffer[:, 1::2, :128], buffer[1:], buffer.requires_grad_()):
+        source, stride_e, stride_n, flat = pointers(view)
+        assert source.data_ptr() == view.data_ptr() and source.dtype == torch.int32
+        assert (2 * stride_e, 2 * stride_n, flat) == (*view.stride()[:2], view.stride(1) == view.shape[2])
+    flat_buffer = torch.randn(2 * 8 * 32 + 1)
+    for view in (flat_buffer[1:].view(2, 8, 32), flat_buffer[1:].bfloat16()[0:].view(2, 8, 32).transpose(1, 2)):
+        source, stride_e, stride_n, flat = pointers(view)
+        assert source.data_ptr() % 16 == 0 and flat and source.view(view.dtype).equal(view)
+    odd = torch.randn(2 * 8 * 32 + 1).bfloat16()[1:].view(2, 8, 32)
+    source, *_ = pointers(odd)
+    assert source.data_ptr() % 16 == 0 and source.view(torch.bfloat16).equal(odd)

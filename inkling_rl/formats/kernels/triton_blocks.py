@@ -26,16 +26,16 @@ def nearest_float32(value: float) -> float:
 
 
 def pointers(weight: torch.Tensor) -> tuple[torch.Tensor, int, int, bool]:
-    """`weight` as the kernels read it, its strides in that unit, and whether its rows follow each other.
+    """`weight` `[E, N, K]` as the kernels read it, its strides in that unit, and whether its rows follow each other.
 
     bfloat16 is read as int32 pairs. A copy is made only where a row or its start is not in one aligned piece.
     """
-    if (
-        weight.stride(2) != 1
-        or weight.data_ptr() % 16
-        or any(s * weight.element_size() % 16 for s in weight.stride()[:2])
-    ):
-        weight = weight.contiguous()
+    experts, rows, columns = weight.shape
+    assert experts < 2**16 and rows * columns < 2**31, "experts are a grid dimension, a block's place is an int32"
+    weight = weight.detach()
+    row_bytes = [stride * weight.element_size() for stride in weight.stride()[:2]]
+    if weight.stride(2) != 1 or weight.data_ptr() % 16 or any(size % 16 for size in row_bytes):
+        weight = weight.clone(memory_format=torch.contiguous_format)  # `contiguous` would not align
     if weight.dtype == torch.bfloat16:
         weight = weight.view(torch.int32)
     return weight, weight.stride(0), weight.stride(1), weight.stride(1) == weight.shape[2]
@@ -55,7 +55,7 @@ def load_block(
     if FLAT:
         start = block * WORDS
     else:
-        start = (block // BLOCKS_PER_ROW) * stride_n + (block % BLOCKS_PER_ROW) * WORDS
+        start = (block // BLOCKS_PER_ROW).to(tl.int64) * stride_n + (block % BLOCKS_PER_ROW) * WORDS
     return load_16(weight + start, inside, EVEN, TILE)
 
 

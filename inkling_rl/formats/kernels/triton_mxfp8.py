@@ -22,6 +22,8 @@ _INFINITY = tl.constexpr(0x7F800000)
 def quantize(weight: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference. Nothing waits for the device: the counts are there when the stream gets to them."""
     experts, rows, columns = weight.shape
+    assert experts < 2**16 and rows * columns < 2**31, "experts are a grid dimension, a value's place is an int32"
+    weight = weight.detach()
     if weight.stride(2) != 1:
         weight = weight.contiguous()
     per_row = columns // BLOCK_SIZE
@@ -43,6 +45,8 @@ def quantize(weight: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.T
 
 def count_non_finite(weight: torch.Tensor, counts: torch.Tensor) -> None:
     """Replace what is not 0 in `counts` int64 `[E]` by the expert's number of values that are not finite."""
+    if weight.stride(2) != 1:
+        weight = weight.contiguous()
     experts, rows, columns = weight.shape
     per_row = columns // BLOCK_SIZE
     where = (weight.stride(0), weight.stride(1), rows * per_row, per_row, weight.stride(1) == columns)
@@ -65,7 +69,7 @@ def _load(weight, block, inside, stride_n, BLOCKS_PER_ROW: tl.constexpr, FLAT: t
     if FLAT:
         start = block * 32
     else:
-        start = (block // BLOCKS_PER_ROW) * stride_n + (block % BLOCKS_PER_ROW) * 32
+        start = (block // BLOCKS_PER_ROW).to(tl.int64) * stride_n + (block % BLOCKS_PER_ROW) * 32
     pointers = weight + start[:, None] + tl.arange(0, 32)[None, :]
     return tl.load(pointers, mask=inside[:, None], other=0).to(tl.float32)
 
