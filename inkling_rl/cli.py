@@ -171,9 +171,11 @@ def _layer_numbers(text: str) -> list[int]:
     numbers: list[int] = []
     for part in text.split(","):
         first, dash, last = part.strip().partition("-")
-        if not (first.isdecimal() and (last.isdecimal() if dash else True)) or int(last or first) < int(first):
-            raise typer.BadParameter(f"must be numbers and ranges like 0-3,7; got {text}", param_hint="--layers")
-        numbers += range(int(first), int(last or first) + 1)
+        ends = [first, last if dash else first]
+        # No model has a layer of five digits, and a range up to one is not for this memory.
+        if not all(end.isdecimal() and len(end) < 5 for end in ends) or int(ends[1]) < int(ends[0]):
+            raise typer.BadParameter(f"must be numbers and ranges like 0-3,7; got {text[:80]}", param_hint="--layers")
+        numbers += range(int(ends[0]), int(ends[1]) + 1)
     return numbers
 
 

@@ -14,7 +14,7 @@ import os
 import secrets
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
 from inkling_rl.checkpoint.layout import CheckpointError
@@ -36,37 +36,51 @@ def new_directory(path: Path, num_bytes: int = 0) -> Iterator[Path]:
     """
     path = path.absolute()
     _refuse_used(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    remove_abandoned(path)
-    free = shutil.disk_usage(path.parent).free
-    if num_bytes > free:
-        raise CheckpointError(
-            f"{path} must be on a disk with {num_bytes / 1e9:.3f} GB free; got {free / 1e9:.3f} GB. "
-            "Free some or choose another directory"
-        )
-    partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
-    partial.mkdir()
-    lock = os.open(partial, os.O_RDONLY)
-    try:
-        _try_lock(lock)
-        yield partial
-        _sync(partial)
-        _refuse_used(path)
-        os.replace(partial, path)
-        _sync_entry(path.parent)
-    except BaseException as error:
-        shutil.rmtree(partial, ignore_errors=True)
-        if isinstance(error, OSError) and error.errno in _FULL:
+    with _parents(path):
+        remove_abandoned(path)
+        free = shutil.disk_usage(path.parent).free
+        if num_bytes > free:
             raise CheckpointError(
-                f"{path} must be on a disk with room for it; the disk is full. Free some or choose another directory"
-            ) from error
-        if isinstance(error, OSError):
-            if error.errno in _TAKEN:
-                _refuse_used(path)
-            error.filename = error.filename or str(path)  # writing to an open file names none
+                f"{path} must be on a disk with {num_bytes / 1e9:.3f} GB free; got {free / 1e9:.3f} GB. "
+                "Free some or choose another directory"
+            )
+        partial = path.with_name(f".{path.name}.partial-{os.getpid()}-{secrets.token_hex(4)}")
+        partial.mkdir()
+        lock = os.open(partial, os.O_RDONLY)
+        try:
+            _try_lock(lock)
+            yield partial
+            _sync(partial)
+            _refuse_used(path)
+            os.replace(partial, path)
+            _sync_entry(path.parent)
+        except BaseException as error:
+            shutil.rmtree(partial, ignore_errors=True)
+            if isinstance(error, OSError) and error.errno in _FULL:
+                raise CheckpointError(
+                    f"{path} must be on a disk with room for it; the disk is full. Free some or take another"
+                ) from error
+            if isinstance(error, OSError):
+                if error.errno in _TAKEN:
+                    _refuse_used(path)
+                error.filename = error.filename or str(path)  # writing to an open file names none
+            raise
+        finally:
+            os.close(lock)
+
+
+@contextmanager
+def _parents(path: Path) -> Iterator[None]:
+    """The directories above `path` for the block; an error takes away those that were made for it."""
+    missing = [parent for parent in path.parents if not parent.exists()]
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield
+    except BaseException:
+        for parent in missing:
+            with suppress(OSError):  # somebody else uses it by now
+                parent.rmdir()
         raise
-    finally:
-        os.close(lock)
 
 
 def remove_abandoned(path: Path) -> None:

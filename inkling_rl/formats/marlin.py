@@ -161,7 +161,7 @@ def _fused(
     name: str,
 ) -> dict[str, torch.Tensor] | None:
     """`from_weights` in one pass; None where the scales turn out to need another shift than 0."""
-    nvfp4.check_scale_max(scale_max)
+    scale_max = nvfp4.check_scale_max(scale_max)
     block = BLOCK_SIZES[expert_format]
     hidden, width = weights["w2_weight"].shape[1:]
     padded = padded_width(width, hidden, expert_format)

@@ -16,6 +16,8 @@ from inkling_rl.formats.reference.nvfp4 import BLOCK_SIZE
 
 SCALE_MAXIMA = (256, 448)
 DENOMINATORS = tuple(6 * m for m in SCALE_MAXIMA)
+LARGEST_SCALE = 0x7E
+"""448; the bytes above are NaN and the negative numbers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,14 +74,15 @@ def quantize(
     Raises:
         FormatError: non-finite values, wrong dtype, K not a multiple of 16, an unusable anchor, foreign scales.
     """
-    check_scale_max(scale_max)
+    denominator = 6 * check_scale_max(scale_max)
     check_weight(weight, BLOCK_SIZE, name)
     if scales is not None:
         check_scales(scales, weight, BLOCK_SIZE, name)
+        _refuse_no_scales(scales, name)
     experts, implementation = as_experts(weight), kernels.nvfp4(weight.device)
     anchor = implementation.largest(experts) if amax is None else given_anchor(weight, amax, name)
     given = None if scales is None else as_experts(scales)
-    codes, chosen, counts = implementation.quantize(experts, anchor, 6 * scale_max, given)
+    codes, chosen, counts = implementation.quantize(experts, anchor, denominator, given)
     non_finite, saturated, orphaned = counts.T.tolist()
     refuse_non_finite(non_finite, weight.ndim, name)
     refuse_zero_anchors(orphaned, name)
@@ -88,14 +91,16 @@ def quantize(
         codes.reshape(*lead, -1),
         chosen.reshape(*lead, -1),
         anchor.reshape(weight.shape[:1] if weight.ndim == 3 else ()),
-        6 * scale_max,
+        denominator,
         sum(saturated),
     )
 
 
-def check_scale_max(scale_max: int) -> None:
+def check_scale_max(scale_max: int) -> int:
+    """`scale_max` as a plain integer, which is what kernels take."""
     if scale_max not in SCALE_MAXIMA:
         raise FormatError(f"scale_max must be 256 or 448; got {scale_max}. Use 256, the release's recipe")
+    return int(scale_max)
 
 
 def given_anchor(weight: torch.Tensor, amax: torch.Tensor | float, name: str) -> torch.Tensor:
@@ -104,15 +109,30 @@ def given_anchor(weight: torch.Tensor, amax: torch.Tensor | float, name: str) ->
     Raises:
         FormatError: wrong shape, or not finite, or negative.
     """
-    anchor = torch.as_tensor(amax, dtype=torch.float32, device=weight.device)
+    anchor = torch.as_tensor(amax, dtype=torch.float32, device=weight.device).detach()
     expected = weight.shape[:1] if weight.ndim == 3 else ()
     if anchor.shape != expected:
         raise FormatError(
             f"{name}_amax must have shape {list(expected)}; got {list(anchor.shape)}. Pass one anchor per expert"
         )
-    if not bool((torch.isfinite(anchor) & (anchor >= 0)).all()):
-        raise FormatError(f"{name}_amax must be finite and not negative; got {anchor.tolist()}. Recompute the anchor")
-    return anchor.reshape(-1)
+    anchor = anchor.reshape(-1)
+    bad = (~(torch.isfinite(anchor) & (anchor >= 0))).nonzero().flatten().tolist()
+    if bad:
+        where = f" for expert {bad[0]} ({len(bad)} in all)" if weight.ndim == 3 else ""
+        raise FormatError(
+            f"{name}_amax must be finite and not negative; got {float(anchor[bad[0]])}{where}. Recompute the anchor"
+        )
+    return anchor.abs()  # -0.0 would make the scales of an expert of zeros infinite
+
+
+def _refuse_no_scales(scales: torch.Tensor, name: str) -> None:
+    """Refuse given bytes that are no scale: what negative or NaN ones do to codes is nobody's intention."""
+    count = int((scales > LARGEST_SCALE).sum())
+    if count:
+        raise FormatError(
+            f"{name}_scale must hold E4M3 bytes up to 0x{LARGEST_SCALE:02x}; got {count} that are negative or NaN. "
+            "The stored tensor is damaged"
+        )
 
 
 def refuse_zero_anchors(orphaned: list[int], name: str) -> None:

@@ -62,6 +62,7 @@ def test_help_answers_at_once() -> None:
         (["convert", "x", "y", "--to", "fp4"], "'fp4' is not one of 'bf16', 'release'"),
         (["convert", "x", "y", "--to", "bf16", "--layers", "3-1"], "must be numbers and ranges like 0-3,7; got 3-1"),
         (["convert", "x", "y", "--to", "bf16", "--layers", ""], "must be numbers and ranges like 0-3,7"),
+        (["convert", "x", "y", "--to", "bf16", "--layers", "0-9999999999"], "must be numbers and ranges like 0-3,7"),
         (["convert", "no-such-model", "y", "--to", "bf16"], "must be a checkpoint directory with a config.json"),
         (["frobnicate"], "No such command"),
     ],

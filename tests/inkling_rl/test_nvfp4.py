@@ -222,12 +222,24 @@ def non_finite() -> torch.Tensor:
         (lambda: nvfp4.quantize(torch.ones(1, 1, 1, 16)), r"\[K\], \[N, K\] or \[E, N, K\]"),
         (lambda: nvfp4.quantize(torch.ones(0, 4, 16)), "must not be empty"),
         (lambda: nvfp4.quantize(torch.ones(2, 2, 16), torch.tensor([1.0, 0.0])), r"_amax must be positive.*expert 1"),
-        (lambda: nvfp4.quantize(torch.ones(2, 2, 16), torch.tensor([1.0, -1.0])), "finite and not negative"),
+        (
+            lambda: nvfp4.quantize(torch.ones(2, 2, 16), torch.tensor([1.0, -1.0])),
+            r"negative; got -1.0 for expert 1 \(1 in",
+        ),
+        (lambda: nvfp4.quantize(torch.ones(2, 16), float("inf")), "finite and not negative; got inf. Recompute"),
         (lambda: nvfp4.quantize(torch.ones(2, 2, 16), torch.tensor(1.0)), r"_amax must have shape \[2\]"),
         (lambda: nvfp4.quantize(torch.ones(2, 16), scale_max=300), "scale_max must be 256 or 448"),
         (
             lambda: nvfp4.quantize(torch.ones(2, 16), scales=torch.zeros(2, 2, dtype=torch.uint8)),
             r"_scale must be uint8",
+        ),
+        (
+            lambda: nvfp4.quantize(torch.ones(1, 32), scales=torch.tensor([[0x7E, 0x7F]]).byte()),
+            "1 that are negative or",
+        ),
+        (
+            lambda: nvfp4.quantize(torch.ones(1, 32), scales=torch.tensor([[0xB0, 0x81]]).byte()),
+            "2 that are negative or",
         ),
         (lambda: nvfp4.NVFP4Tensor(*[torch.ones(1)] * 3, 1000), "must be 1536 or 2688; got 1000"),
     ],
@@ -240,3 +252,12 @@ def test_what_cannot_be_quantised_is_refused(call, message: str) -> None:
 def test_a_zero_anchor_is_fine_for_a_zero_expert() -> None:
     t = nvfp4.quantize(torch.zeros(2, 2, 16), torch.zeros(2))
     assert not t.codes.any() and not t.scales.any() and t.dequantize().equal(torch.zeros(2, 2, 16))
+    minus = nvfp4.quantize(torch.zeros(2, 2, 16), torch.tensor([-0.0, 0.0]))
+    assert not minus.scales.any() and not torch.signbit(minus.amax).any()
+
+
+def test_anchors_and_maxima_of_other_number_types() -> None:
+    weight = torch.randn(2, 16, generator=torch.Generator().manual_seed(5)).requires_grad_()
+    t = nvfp4.quantize(weight, np.float64(3.0), scale_max=256.0)  # type: ignore[arg-type]
+    assert t.codes.equal(nvfp4.quantize(weight.detach(), 3.0).codes) and type(t.denominator) is int
+    assert not nvfp4.quantize(weight, weight.abs().max()).amax.requires_grad

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inkling_rl.checkpoint import layout
+from inkling_rl.checkpoint.directory import new_directory
 from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.checkpoint.tiny import MAX_SHARD_BYTES, tiny_config, tiny_quant_config, write_tiny
@@ -179,3 +180,13 @@ def test_a_directory_in_use_is_left_alone(tiny: Checkpoint, tmp_path: Path) -> N
     (tmp_path / "empty").mkdir()
     Checkpoint.open(write_tiny(tmp_path / "empty")).check()
     Checkpoint.open(write_tiny(tmp_path / "deep" / "er" / "tiny")).check()
+
+
+def test_a_failure_takes_away_the_parents_that_were_made_for_it(tmp_path: Path) -> None:
+    (tmp_path / "mine").mkdir()
+    with pytest.raises(KeyboardInterrupt), new_directory(tmp_path / "mine" / "deep" / "er" / "new") as partial:
+        (partial / "file").touch()
+        raise KeyboardInterrupt
+    with pytest.raises(CheckpointError, match="GB free"), new_directory(tmp_path / "a" / "b" / "new", 10**18):
+        pass
+    assert [p.name for p in tmp_path.rglob("*")] == ["mine"]
