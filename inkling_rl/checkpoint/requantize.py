@@ -23,8 +23,8 @@ from inkling_rl.formats.errors import FormatError, refuse_non_finite
 HEADROOM = {1536: (0.88, 1.16), 2688: (0.88, 1.0)}
 """Denominator -> smallest and largest true maximum, as a part of the anchor, that keep the anchor.
 
-Below 0.88 no block scale exceeds 224 and Marlin would rescale; above 1.16 (256 * 1.5 * 1.16 > 448) the map-to-4 scale
-of the largest block saturates, and under 2688 the map-to-6 scale does at once.
+Below 0.88 it may be that no block scale exceeds 224, and then Marlin would rescale; above 1.16 (256 * 1.5 * 1.17 > 448)
+the map-to-4 scale of the largest block saturates, and under 2688 the map-to-6 scale does at once.
 """
 
 

@@ -42,7 +42,6 @@ from inkling_rl.formats.marlin_layout import (
     SHARDS,
     check_format,
     check_sizes,
-    layer_sizes,
     padded_width,
     shapes,
     slice_matrix,
@@ -105,7 +104,7 @@ def from_weights(
         FormatError: as `mixed.quantize_layer` and `from_release`.
     """
     check_format(expert_format, name)
-    _, hidden, width = layer_sizes(w13, w2, 8, name)
+    _, hidden, width = mixed.layer_sizes(w13, w2, 8, name)
     check_sizes(hidden, width, expert_format, tp_size, tp_rank, name)
     if tp_size > 1:
         whole = {"w13_weight": w13, "w2_weight": w2}
@@ -203,7 +202,7 @@ def _checked_parts(
         found = mixed.stored_format(stored, matrix, name)
         if found != expert_format:
             raise FormatError(f"{name}.{matrix} must be {expert_format}; got {found}. Pass the format of this layer")
-    _, hidden, width = layer_sizes(stored["w13_weight"], stored["w2_weight"], BITS[expert_format], name)
+    _, hidden, width = mixed.layer_sizes(stored["w13_weight"], stored["w2_weight"], BITS[expert_format], name)
     check_sizes(hidden, width, expert_format, tp_size, tp_rank, name)
     for matrix in mixed.MATRICES:
         _check_companions(stored, matrix, expert_format, f"{name}.{matrix}")

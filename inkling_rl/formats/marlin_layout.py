@@ -46,20 +46,6 @@ def check_format(expert_format: ExpertFormat, name: str) -> None:
         )
 
 
-def layer_sizes(w13: torch.Tensor, w2: torch.Tensor, bits: int, name: str) -> tuple[int, int, int]:
-    """Experts, hidden size and expert width of a layer from the shapes of its (stored) matrices."""
-    shape13, shape2 = list(w13.shape), list(w2.shape)
-    if len(shape13) == len(shape2) == 3:
-        experts, hidden, width = shape13[0], shape2[1], shape13[1] // 2
-        if shape13 == [experts, 2 * width, hidden * bits // 8] and shape2 == [experts, hidden, width * bits // 8]:
-            return experts, hidden, width
-    raise FormatError(
-        f"{name}.w13_weight and w2_weight must be [experts, 2 * width, hidden] and [experts, hidden, width]"
-        f"{' with two codes per byte' if bits == 4 else ''}; got {shape13} and {shape2}. "
-        "Take both from the same layer"
-    )
-
-
 def check_sizes(hidden: int, width: int, expert_format: ExpertFormat, tp_size: int, tp_rank: int, name: str) -> None:
     block = BLOCK_SIZES[expert_format]
     if hidden % 64:

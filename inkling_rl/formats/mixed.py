@@ -12,6 +12,7 @@ and the dequantisation of `inkling2_loop`, Megatron-Bridge's description of the 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import get_args
 
 import torch
 
@@ -49,12 +50,15 @@ def quantize_layer(
         name: prefix of tensor names in errors.
 
     Raises:
-        FormatError: weights that the format cannot hold, or a source with some companions of a matrix only.
+        FormatError: an unknown format, matrices of two layers, weights that the format cannot hold, or a source with
+            some companions of a matrix only.
     """
+    if expert_format not in get_args(ExpertFormat):
+        known = ", ".join(get_args(ExpertFormat))
+        raise FormatError(f"{name} must be stored as one of {known}; got {expert_format}. Correct the layer's format")
+    layer_sizes(w13, w2, 8, name)
     tensors: dict[str, torch.Tensor] = {}
     for matrix, weight in zip(MATRICES, (w13, w2), strict=True):
-        if weight.ndim != 3:
-            raise FormatError(f"{name}.{matrix} must be [experts, rows, columns]; got {list(weight.shape)}. Stack them")
         tensors |= _quantize_matrix(weight, matrix, expert_format, source, anchors or {}, scale_max, name)
     return tensors
 
@@ -132,6 +136,24 @@ def stored_format(tensors: Mapping[str, torch.Tensor], matrix: str, name: str = 
             f"missing {missing}, left over {extra}. Take the weight and its companions from the same checkpoint"
         )
     return expert_format
+
+
+def layer_sizes(w13: torch.Tensor, w2: torch.Tensor, bits: int, name: str) -> tuple[int, int, int]:
+    """Experts, hidden size and expert width of a layer from the shapes of its matrices, values of `bits` per weight.
+
+    Raises:
+        FormatError: matrices that are not of one layer.
+    """
+    shape13, shape2 = list(w13.shape), list(w2.shape)
+    if len(shape13) == len(shape2) == 3:
+        experts, hidden, width = shape13[0], shape2[1], shape13[1] // 2
+        if shape13 == [experts, 2 * width, hidden * bits // 8] and shape2 == [experts, hidden, width * bits // 8]:
+            return experts, hidden, width
+    raise FormatError(
+        f"{name}.w13_weight and w2_weight must be [experts, 2 * width, hidden] and [experts, hidden, width]"
+        f"{' with two codes per byte' if bits == 4 else ''}; got {shape13} and {shape2}. "
+        "Take both from the same layer"
+    )
 
 
 def interleave(gate_up: torch.Tensor) -> torch.Tensor:

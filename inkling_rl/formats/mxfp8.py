@@ -48,6 +48,7 @@ def quantize(weight: torch.Tensor, scales: torch.Tensor | None = None, *, name: 
         if bool((scales == 255).any()):
             raise FormatError(f"{name}_scale must be a number; got the NaN byte 255. The stored tensor is damaged")
     given = None if scales is None else as_experts(scales)
+    weight = weight.detach()  # bytes have no gradient; the reference would record one
     codes, chosen, non_finite = kernels.mxfp8(weight.device).quantize(as_experts(weight), given)
     refuse_non_finite(non_finite.tolist(), weight.ndim, name)
     return MXFP8Tensor(codes.reshape(weight.shape), chosen.reshape(*weight.shape[:-1], -1))

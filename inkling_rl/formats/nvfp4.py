@@ -79,6 +79,7 @@ def quantize(
     if scales is not None:
         check_scales(scales, weight, BLOCK_SIZE, name)
         _refuse_no_scales(scales, name)
+    weight = weight.detach()  # bytes have no gradient; the reference would record one
     experts, implementation = as_experts(weight), kernels.nvfp4(weight.device)
     anchor = implementation.largest(experts) if amax is None else given_anchor(weight, amax, name)
     given = None if scales is None else as_experts(scales)

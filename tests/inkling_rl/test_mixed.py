@@ -120,7 +120,6 @@ def stored_without(*names: str, **changed: torch.Tensor) -> dict[str, torch.Tens
             lambda: mixed.quantize_layer(*layer(), "nvfp4", source=stored_without("w2_weight_scale")),
             "w2_weight must be quantised against all its stored companions; got no w2_weight_scale",
         ),
-        (lambda: mixed.quantize_layer(layer()[0][0], layer()[1], "nvfp4"), "must be .experts, rows, columns."),
         (
             lambda: mixed.dequantize_layer(stored_without(w2_weight=layer()[1].half()), torch.float32),
             "got torch.float16",
@@ -129,6 +128,10 @@ def stored_without(*names: str, **changed: torch.Tensor) -> dict[str, torch.Tens
             lambda: mixed.quantize_layer(layer()[0] * torch.inf, layer()[1], "mxfp8", name="layers.5.experts"),
             r"layers\.5\.experts\.w13_weight must be finite",
         ),
+        (lambda: mixed.quantize_layer(*layer(), "fp4"), "must be stored as one of nvfp4, mxfp8, bf16; got fp4"),  # type: ignore[arg-type]
+        (lambda: mixed.quantize_layer(layer()[0][:2], layer()[1], "nvfp4"), r"got \[2, 64, 32\] and \[3, 32, 32\]"),
+        (lambda: mixed.quantize_layer(layer()[0][:, :63], layer()[1], "mxfp8"), r"\[experts, 2 \* width, hidden\]"),
+        (lambda: mixed.quantize_layer(layer()[0][0], layer()[1], "bf16"), "Take both from the same layer"),
     ],
 )
 def test_what_does_not_fit_together_is_refused(call, message: str) -> None:

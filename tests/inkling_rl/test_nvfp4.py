@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from inkling_rl.formats import nvfp4
+from inkling_rl.formats import kernels, mxfp8, nvfp4
 from inkling_rl.formats.errors import FormatError
 from inkling_rl.formats.reference import nvfp4 as reference
 from tests.inkling_rl import scalar_formats
@@ -261,3 +261,10 @@ def test_anchors_and_maxima_of_other_number_types() -> None:
     t = nvfp4.quantize(weight, np.float64(3.0), scale_max=256.0)  # type: ignore[arg-type]
     assert t.codes.equal(nvfp4.quantize(weight.detach(), 3.0).codes) and type(t.denominator) is int
     assert not nvfp4.quantize(weight, weight.abs().max()).amax.requires_grad
+
+
+def test_bytes_have_no_gradient_in_the_reference_either(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernels, "have_native", lambda: False)
+    weight = torch.randn(2, 2, 32, requires_grad=True)
+    t, m = nvfp4.quantize(weight), mxfp8.quantize(weight)
+    assert not any(part.requires_grad for part in (t.codes, t.scales, t.amax, m.codes, m.scales))
