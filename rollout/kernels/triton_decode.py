@@ -1,0 +1,391 @@
+"""Relative attention for 1 to 8 query tokens per request over paged keys and values, for CUDA: decode and verify.
+
+Oracle: `rollout.kernels.reference.attention`, whose arguments these are. Not for prefill: the query rows of one
+key/value head (its query heads times the tokens of the step) lie in one tile of the matrix unit, so that keys and
+values cross the memory bus once; with more rows than a tile holds that stops paying.
+
+Layout of pages: vLLM's LBHNC, the one layout `rollout.plugin.paging` declares on every device. A kernel gets the view
+`[blocks, key/value heads, tokens per block, channels]` of one layer with keys in channels `[0, D)` and values in
+`[D, 2 D)`, so that a token's key and value are one stretch of memory and, in full layers, so is a block of a head. Only
+the last stride is fixed (1); block, head and token strides are free, because pages may be padded and an owner of
+sliding state holds several layers side by side. Tokens per block is a power of two. Where it is a multiple of the tile,
+a tile has one entry of the block table, else every position looks up its own.
+
+The bias of a distance d < R is `r proj[:, d]`, a matrix product as well. One query token has one distance to each
+position of a tile, and the profiles are read in that order; several tokens get a product over all distances of the
+tile, from which each row gathers its own stretch. In bfloat16 `r` and (if stored in float32) `proj` are split into two
+bfloat16 numbers each, which leaves about 16 bits: the bias adds no error of its own to what rounding queries and keys
+costs. Tiles that lie beyond the extent for all query tokens run without bias and masks.
+
+How the work is divided, and the second kernel that merges: `rollout.kernels.triton_merge`.
+"""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+from rollout.kernels.paged import PagedBatch
+from rollout.kernels.triton_merge import line_of_work, merge_kernel, visible
+
+MAX_QUERIES = 8
+# Query rows of one key/value head in a tile: per key/value head, query heads times query tokens.
+MAX_ROWS = 64
+# Lengths are read as one vector by every program.
+MAX_REQUESTS = 4096
+_LOG2_E = tl.constexpr(1.4426950408889634)
+_INTERPRETED = triton.knobs.runtime.interpret
+
+
+class Tiles(NamedTuple):
+    """Shape of a launch: positions per tile, warps and pipeline stages of a program, programs per multiprocessor."""
+
+    tile: int
+    warps: int
+    stages: int
+    per_multiprocessor: int
+
+
+def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
+    """For `rows` query rows in a tile (16, 32 or 64): the largest tiles without spills of which two programs fit.
+
+    Chosen from the compiler's figures; `tests/benchmarks/decode_gpu.py --sweep` measures others.
+    """
+    if dtype == torch.float32:  # not for speed; with many rows and wide heads it spills whatever the shape
+        return Tiles(32, 4, 2, 2) if rows == 16 else Tiles(32, 8, 2, 1)
+    return Tiles(64 if rows == 16 else 32, 4, 4, 2)
+
+
+def attention(
+    q_TC: torch.Tensor,
+    r_TC: torch.Tensor,
+    sink_TN: torch.Tensor,
+    gate_TC: torch.Tensor,
+    kv_BKNC: torch.Tensor,
+    batch: PagedBatch,
+    q_scale_ND: torch.Tensor | None,
+    r_scale_NM: torch.Tensor | None,
+    proj_MR: torch.Tensor,
+    q_clip: float,
+    r_clip: float,
+    window: int | None,
+    log_scaling: tuple[float, int] | None,
+    *,
+    max_queries: int,
+    out_dtype: torch.dtype = torch.float32,
+    tiles: Tiles | None = None,
+    programs: int | None = None,
+) -> torch.Tensor:
+    """`reference.attention` for a step in which no request has more than `max_queries` <= 8 rows, `out_dtype` [T, N D].
+
+    `q`, `r`, `sink` and `gate` may be float32 or bfloat16 with any row stride. Without `q_scale` and `r_scale`, `q` and
+    `r` are taken as scaled, clipped and multiplied by the log-length factor already. Nothing is read back to the host,
+    and the grid depends on the number of requests and rows only: safe to capture. Rows beyond `batch.query_start[-1]`
+    come out as zeros. `programs` overrides the number of programs, `tiles` their shape.
+
+    Raises:
+        ValueError: a shape that the kernel does not cover.
+    """
+    num_heads, kv_heads = sink_TN.shape[1], kv_BKNC.shape[1]
+    head_dim, group = q_TC.shape[1] // num_heads, num_heads // kv_heads
+    _check(kv_BKNC, head_dim, proj_MR.shape[0], group, max_queries, batch)
+    assert all(x.stride(1) == 1 for x in (q_TC, r_TC, sink_TN, gate_TC, batch.block_table))
+    assert proj_MR.is_contiguous() and kv_BKNC.shape[3] == 2 * head_dim and kv_BKNC.stride(3) == 1
+    out_TC = q_TC.new_empty(q_TC.shape, dtype=out_dtype)
+    requests = batch.seq_lens.shape[0]
+    if requests == 0 or q_TC.shape[0] == 0:
+        return out_TC.zero_()
+    rows = max(16, triton.next_power_of_2(max_queries * group))
+    tiles = tiles or choose_tiles(rows, kv_BKNC.dtype)
+    if programs is None:
+        programs = tiles.per_multiprocessor * _multiprocessors(q_TC.device)
+    num_pieces = programs + requests * kv_heads
+    pieces = q_TC.new_empty(num_pieces, max_queries * group, head_dim, dtype=torch.float32)
+    sums = q_TC.new_empty(num_pieces, max_queries * group, dtype=torch.float32)
+    # Pieces of a pair when all requests are as long; others take more than one turn.
+    chunk = triton.next_power_of_2(programs // (requests * kv_heads) + 2)
+    alpha, floor = log_scaling or (0.0, 1)
+    shape = {
+        "KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "MAX_QUERIES": max_queries,
+        "WINDOW": window or 0, "TILE": tiles.tile, "BATCH": max(16, triton.next_power_of_2(requests)),
+    }  # fmt: skip
+    _decode_kernel[(programs,)](
+        q_TC, r_TC, q_scale_ND, r_scale_NM, proj_MR, kv_BKNC, batch.block_table, batch.query_start, batch.seq_lens,
+        pieces, sums, requests, q_TC.stride(0), r_TC.stride(0), *kv_BKNC.stride()[:3], batch.block_table.stride(0),
+        q_clip, r_clip, alpha, float(floor),
+        REL=proj_MR.shape[0], EXTENT=proj_MR.shape[1], PAGE=kv_BKNC.shape[2], ROWS=rows,
+        LOG_SCALING=log_scaling is not None and q_scale_ND is not None, MODE=_mode(kv_BKNC.dtype),
+        **shape, num_warps=tiles.warps, num_stages=tiles.stages,
+    )  # fmt: skip
+    merge_kernel[(q_TC.shape[0], num_heads)](
+        pieces, sums, sink_TN, gate_TC, out_TC, batch.query_start, batch.seq_lens,
+        requests, programs, sink_TN.stride(0), gate_TC.stride(0), **shape, CHUNK=max(4, min(chunk, 64)), num_warps=4,
+    )  # fmt: skip
+    return out_TC
+
+
+def _check(kv_BKNC: torch.Tensor, head_dim: int, rel: int, group: int, max_queries: int, batch: PagedBatch) -> None:
+    page, requests, dtype = kv_BKNC.shape[2], batch.seq_lens.shape[0], kv_BKNC.dtype
+    faults = [
+        ("max_queries", 1 <= max_queries <= MAX_QUERIES, f"1 to {MAX_QUERIES}", max_queries),
+        ("query heads x query tokens", group * max_queries <= MAX_ROWS, f"at most {MAX_ROWS}", group * max_queries),
+        ("the KV cache's dtype", dtype in (torch.float32, torch.bfloat16), "float32 or bfloat16", dtype),
+        ("head_dim", head_dim in (16, 32, 64, 128), "16, 32, 64 or 128", head_dim),
+        ("d_rel", rel in (16, 32, 64), "16, 32 or 64", rel),
+        ("tokens per block", _is_power_of_2(page), "a power of two", page),
+        ("requests", requests <= MAX_REQUESTS, f"at most {MAX_REQUESTS}", requests),
+    ]
+    for name, holds, requirement, got in faults:
+        if not holds:
+            raise ValueError(f"{name} must be {requirement} for decode attention on CUDA; got {got}. Use the reference")
+
+
+def _is_power_of_2(value: int) -> bool:
+    return value > 0 and value & (value - 1) == 0
+
+
+def _mode(dtype: torch.dtype) -> str:
+    """How products are taken: bfloat16, three tf32 ones, or (interpreted) on float32 copies of the operands."""
+    if _INTERPRETED:
+        return "bf16-emulated" if dtype == torch.bfloat16 else "ieee"
+    return "bf16" if dtype == torch.bfloat16 else "tf32x3"
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count
+
+
+@triton.jit
+def _decode_kernel(
+    q, r, q_scale, r_scale, proj, kv, table, query_start, seq_lens, pieces, sums,
+    requests, q_stride, r_stride, block_stride, head_stride, token_stride, table_stride,
+    q_clip, r_clip, alpha, floor,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, REL: tl.constexpr, EXTENT: tl.constexpr,
+    WINDOW: tl.constexpr, PAGE: tl.constexpr, MAX_QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
+    BATCH: tl.constexpr, LOG_SCALING: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """One program's stretch of the line of work: a piece for each pair that it crosses."""
+    ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH)
+    work = tl.max(ends, 0)
+    per_program = tl.cdiv(work, tl.num_programs(0))
+    start = tl.program_id(0) * per_program
+    stop = tl.minimum(start + per_program, work)
+    if start >= stop:
+        return
+    request = tl.sum((ends <= start).to(tl.int32), 0)
+    pair_start = tl.max(tl.where(ends <= start, ends, 0), 0)
+    begin, count, length, first, tiles = _request(query_start, seq_lens, request, WINDOW, TILE)
+    head = (start - pair_start) // tiles
+    pair_start += head * tiles
+    while pair_start < stop:
+        begin, count, length, first, tiles = _request(query_start, seq_lens, request, WINDOW, TILE)
+        if tiles > 0:
+            rows = tl.arange(0, ROWS)
+            token = rows // GROUP
+            real = (token < count) & (token < MAX_QUERIES)
+            heads = head * GROUP + rows % GROUP
+            factor = _log_scale(length - count + token, alpha, floor, LOG_SCALING) * _LOG2_E
+            out, log_sum = _attend(
+                _queries(q, q_scale, begin + token, heads, real, factor, q_stride, q_clip, HEAD_DIM),
+                _biases(r, r_scale, begin + token, heads, real, factor, r_stride, r_clip, REL),
+                proj, kv + head.to(tl.int64) * head_stride, table + request.to(tl.int64) * table_stride, first,
+                tl.maximum(start - pair_start, 0), tl.minimum(stop - pair_start, tiles), length, length - count, token,
+                block_stride, token_stride, HEAD_DIM, REL, EXTENT, WINDOW, PAGE, MAX_QUERIES, TILE, MODE,
+            )  # fmt: skip
+            place = (tl.program_id(0) + request * KV_HEADS + head).to(tl.int64) * (MAX_QUERIES * GROUP) + rows
+            channel = tl.arange(0, HEAD_DIM)
+            tl.store(pieces + place[:, None] * HEAD_DIM + channel[None, :], out, mask=real[:, None])
+            tl.store(sums + place, log_sum, mask=real)
+        pair_start += tiles
+        head += 1
+        if head == KV_HEADS:
+            head = 0
+            request += 1
+
+
+@triton.jit
+def _request(query_start, seq_lens, request, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """First row, rows, length, first visible position and tiles of a request."""
+    begin = tl.load(query_start + request)
+    count = tl.load(query_start + request + 1) - begin
+    length = tl.load(seq_lens + request)
+    first, tiles = visible(length, count, WINDOW, TILE)
+    return begin, count, length, first, tiles
+
+
+@triton.jit
+def _log_scale(position, alpha, floor, LOG_SCALING: tl.constexpr):
+    """The factor of long contexts on queries and biases; see `reference.log_scale`."""
+    if LOG_SCALING:
+        return 1.0 + alpha * tl.log(tl.maximum((position + 1).to(tl.float32) / floor, 1.0))
+    else:
+        return position * 0.0 + 1.0
+
+
+@triton.jit
+def _clipped(x, source, scale, heads, channel, clip):
+    """Rows of `x` [ROWS, C] times the heads' scale, no longer than `clip`; as they are when `scale` is None."""
+    if scale is not None:
+        x *= tl.load(scale + heads[:, None] * channel.shape[0] + channel[None, :]).to(tl.float32)
+        x *= tl.minimum(clip / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6), 1.0)[:, None]
+    return x
+
+
+@triton.jit
+def _queries(q, scale, row, heads, real, factor, stride, clip, HEAD_DIM: tl.constexpr):
+    """Queries [ROWS, D] in float32, such that a product with a key is a logit in base 2; zeros in rows not real."""
+    channel = tl.arange(0, HEAD_DIM)
+    place = row.to(tl.int64) * stride + heads * HEAD_DIM
+    x = tl.load(q + place[:, None] + channel[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+    return _clipped(x, q, scale, heads, channel, clip) * (factor / HEAD_DIM**0.5)[:, None]
+
+
+@triton.jit
+def _biases(r, scale, row, heads, real, factor, stride, clip, REL: tl.constexpr):
+    """`r` [ROWS, REL] in float32, such that a product with `proj` is a bias in base 2; zeros in rows not real."""
+    channel = tl.arange(0, REL)
+    place = row.to(tl.int64) * stride + heads * REL
+    x = tl.load(r + place[:, None] + channel[None, :], mask=real[:, None], other=0.0).to(tl.float32)
+    return _clipped(x, r, scale, heads, channel, clip) * factor[:, None]
+
+
+@triton.jit
+def _attend(
+    queries, biases, proj, kv, table, first, low, high, length, start, token, block_stride, token_stride,
+    HEAD_DIM: tl.constexpr, REL: tl.constexpr, EXTENT: tl.constexpr, WINDOW: tl.constexpr, PAGE: tl.constexpr,
+    MAX_QUERIES: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Normalised output and base-2 log-sum of tiles `low` to `high - 1`; `start` is the first query's position."""
+    top = token * 0.0 - float("inf")
+    total = token * 0.0
+    out = queries * 0.0
+    queries = queries.to(kv.dtype.element_ty)
+    # Positions up to start - EXTENT are out of every query's bias, and before every query.
+    plain = low
+    if WINDOW == 0:
+        plain = tl.minimum(tl.maximum((start - EXTENT + 1) // TILE, low), high)
+        for tile in range(low, plain):
+            keys, values = _load(
+                kv, table, first + tile * TILE, 0, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, MODE, False
+            )
+            out, top, total = _step(_dot(queries, keys, None, MODE), values, out, top, total, MODE, False)
+    for tile in range(plain, high):
+        keys, values = _load(
+            kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, MODE, True
+        )
+        position = first + tile * TILE + tl.arange(0, TILE)
+        logits = _add_bias(
+            _dot(queries, keys, None, MODE), biases, proj, start - (first + tile * TILE + TILE - 1), token,
+            REL, EXTENT, MAX_QUERIES, TILE, MODE,
+        )  # fmt: skip
+        distance = (start + token)[:, None] - position[None, :]
+        hidden = distance < 0
+        if WINDOW > 0:
+            hidden |= distance >= WINDOW
+        out, top, total = _step(tl.where(hidden, -float("inf"), logits), values, out, top, total, MODE, True)
+    # Rows that see none of these positions: a log-sum of minus infinity, and no 0 / 0.
+    return out / tl.where(total > 0.0, total, 1.0)[:, None], top + tl.log2(total)
+
+
+@triton.jit
+def _load(
+    kv, table, position, length, block_stride, token_stride, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
+):  # fmt: skip
+    """Keys and values [TILE, D] from `position` on. MASKED: what lies at or beyond `length` is not read, but zero."""
+    offsets = tl.arange(0, TILE)
+    inside = position + offsets < length
+    if WINDOW == 0 and PAGE % TILE == 0:
+        block = _table_entry(table + position // PAGE, MODE)
+        place = block.to(tl.int64) * block_stride + (position % PAGE + offsets) * token_stride
+    else:
+        at = position + offsets
+        if MASKED:
+            at = tl.minimum(at, length - 1)
+        place = _table_entry(table + at // PAGE, MODE).to(tl.int64) * block_stride + at % PAGE * token_stride
+    pointers = kv + place[:, None] + tl.arange(0, HEAD_DIM)[None, :]
+    if MASKED:
+        keys = tl.load(pointers, mask=inside[:, None], other=0.0)
+        values = tl.load(pointers + HEAD_DIM, mask=inside[:, None], other=0.0)
+    else:
+        keys = tl.load(pointers)
+        values = tl.load(pointers + HEAD_DIM)
+    return tl.trans(keys), values
+
+
+@triton.jit
+def _table_entry(pointer, MODE: tl.constexpr):
+    """The block at `pointer`, as PTX: a `tl.load` would take half of the pipeline's stages, which keys and values need.
+
+    Entries share cache lines, so all but one load in thirty-two tiles is a hit in the first cache.
+    """
+    if MODE == "bf16" or MODE == "tf32x3":
+        return tl.inline_asm_elementwise(
+            "ld.global.b32 $0, [$1];", "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
+        )
+    else:
+        return tl.load(pointer)
+
+
+@triton.jit
+def _add_bias(
+    logits, biases, proj, distance, token, REL: tl.constexpr, EXTENT: tl.constexpr, MAX_QUERIES: tl.constexpr,
+    TILE: tl.constexpr, MODE: tl.constexpr,
+):  # fmt: skip
+    """Add each query's bias at each position of a tile; `distance` is from its last position to the first query."""
+    if MAX_QUERIES == 1:
+        ahead = TILE - 1 - tl.arange(0, TILE)
+        return _profile_product(logits, biases, proj, distance + ahead, REL, EXTENT, MODE)
+    else:
+        ahead = tl.arange(0, 2 * TILE)
+        by_distance = _profile_product(None, biases, proj, distance + ahead, REL, EXTENT, MODE)
+        shift = tl.minimum(token, MAX_QUERIES)[:, None] + (TILE - 1 - tl.arange(0, TILE))[None, :]
+        return logits + tl.gather(by_distance, shift, 1)
+
+
+@triton.jit
+def _profile_product(
+    total, biases, proj, distance, REL: tl.constexpr, EXTENT: tl.constexpr, MODE: tl.constexpr
+):  # fmt: skip
+    """`biases proj[:, distance] + total`; zero outside of the extent."""
+    inside = (distance >= 0) & (distance < EXTENT)
+    place = (tl.arange(0, REL) * EXTENT)[:, None] + distance[None, :]
+    profiles = tl.load(proj + place, mask=inside[None, :], other=0.0)
+    if MODE == "ieee" or MODE == "tf32x3":
+        return _dot(biases, profiles.to(tl.float32), total, MODE)
+    high = biases.to(tl.bfloat16)
+    profiles_high = profiles.to(tl.bfloat16)
+    total = _dot(high, profiles_high, total, MODE)
+    total = _dot((biases - high.to(tl.float32)).to(tl.bfloat16), profiles_high, total, MODE)
+    if proj.dtype.element_ty == tl.float32:
+        total = _dot(high, (profiles - profiles_high.to(tl.float32)).to(tl.bfloat16), total, MODE)
+    return total
+
+
+@triton.jit
+def _step(logits, values, out, top, total, MODE: tl.constexpr, MASKED: tl.constexpr):
+    """Take one tile into the running softmax."""
+    new_top = tl.maximum(top, tl.max(logits, 1))
+    pivot = new_top
+    if MASKED:
+        pivot = tl.where(new_top == -float("inf"), 0.0, new_top)
+    weights = tl.exp2(logits - pivot[:, None])
+    decay = tl.exp2(top - pivot)
+    total = total * decay + tl.sum(weights, 1)
+    return _dot(weights.to(values.dtype), values, out * decay[:, None], MODE), new_top, total
+
+
+@triton.jit
+def _dot(a, b, total, MODE: tl.constexpr):
+    """`a b + total` in float32."""
+    if MODE == "bf16":
+        return tl.dot(a, b, total)
+    elif MODE == "bf16-emulated":
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
+    else:
+        return tl.dot(a, b, total, input_precision=MODE)

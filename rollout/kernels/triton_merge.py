@@ -1,0 +1,104 @@
+"""How decode attention is divided over programs, and the kernel that puts the pieces together.
+
+The work of a step is a line of tiles: request after request, within it key/value head after head, within it the visible
+positions from the first to the last. Every program takes an equal stretch of that line, so a batch of one long and many
+short requests keeps all multiprocessors busy, and the grid depends on nothing but the device: lengths are read there,
+and a captured graph stays right when they change. Where a stretch crosses from one *pair* (request, head) into the
+next, the program leaves one piece per pair. Piece `program + pair` of the workspace is its place: along the line at
+least one of the two grows from piece to piece, so no two pieces share one.
+
+A piece is a normalised output and the base-2 logarithm of the sum of its exponentials.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+_LN_2 = tl.constexpr(0.6931471805599453)
+
+
+@triton.jit
+def visible(length, num_queries, WINDOW: tl.constexpr, TILE: tl.constexpr):
+    """First position that the request's first query sees (0 without a window), and tiles from there to the end."""
+    if WINDOW > 0:
+        first = tl.maximum(length - num_queries - WINDOW + 1, 0)
+    else:
+        first = length * 0
+    return first, tl.where(num_queries > 0, (length - first + TILE - 1) // TILE, 0)
+
+
+@triton.jit
+def line_of_work(
+    query_start, seq_lens, requests, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
+    BATCH: tl.constexpr,
+):  # fmt: skip
+    """Tiles up to and including each request, over all heads, int32 [BATCH]; requests beyond the last add none."""
+    index = tl.arange(0, BATCH)
+    inside = index < requests
+    length = tl.load(seq_lens + index, mask=inside, other=0)
+    before = tl.load(query_start + index, mask=inside, other=0)
+    after = tl.load(query_start + index + 1, mask=inside, other=0)
+    tiles = visible(length, after - before, WINDOW, TILE)[1]
+    return tl.cumsum(tiles, 0) * KV_HEADS
+
+
+@triton.jit
+def merge_kernel(
+    pieces, sums, sink, gate, out, query_start, seq_lens,
+    requests, programs, sink_stride, gate_stride,
+    KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_QUERIES: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, CHUNK: tl.constexpr,
+):  # fmt: skip
+    """One program per row of the step and query head: weigh the pieces, apply sink and gate in float32, round once.
+
+    Rows that belong to no request (padding of a captured batch) become zero.
+    """
+    row, head = tl.program_id(0), tl.program_id(1)
+    ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH)
+    per_program = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), 1)
+    index = tl.arange(0, BATCH)
+    last_row = tl.load(query_start + index + 1, mask=index < requests, other=2147483647)
+    request = tl.sum((last_row <= row).to(tl.int32), 0)
+    channel = tl.arange(0, HEAD_DIM)
+    place = out + (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * HEAD_DIM + channel
+    if request >= requests:
+        tl.store(place, tl.zeros([HEAD_DIM], out.dtype.element_ty))
+        return
+    begin = tl.load(query_start + request)
+    count = tl.load(query_start + request + 1) - begin
+    tiles = visible(tl.load(seq_lens + request), count, WINDOW, TILE)[1]
+    first_tile = tl.max(tl.where(index < request, ends, 0), 0) + (head // GROUP) * tiles
+    pair = request * KV_HEADS + head // GROUP
+    first, last = first_tile // per_program, (first_tile + tiles - 1) // per_program
+    offset = (row - begin) * GROUP + head % GROUP
+    value, log_sum = _weigh(pieces, sums, first + pair, last + pair, offset, channel, MAX_QUERIES * GROUP, CHUNK)
+    scale = 1.0 / (1.0 + tl.exp(tl.load(sink + row * sink_stride + head).to(tl.float32) - log_sum * _LN_2))
+    gates = tl.load(gate + row.to(tl.int64) * gate_stride + head * HEAD_DIM + channel).to(tl.float32)
+    value = value * scale / (1.0 + tl.exp(-gates))
+    tl.store(place, value.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _weigh(pieces, sums, first, last, offset, channel, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Output and base-2 log-sum of pieces `first` to `last`, CHUNK at a time."""
+    top = first * 0.0 - float("inf")
+    total = first * 0.0
+    value = channel * 0.0
+    for start in range(first, last + 1, CHUNK):
+        piece = start + tl.arange(0, CHUNK)
+        inside = piece <= last
+        place = piece.to(tl.int64) * ROWS + offset
+        log_sums = tl.load(sums + place, mask=inside, other=-float("inf"))
+        part = tl.load(
+            pieces + place[:, None] * channel.shape[0] + channel[None, :], mask=inside[:, None], other=0.0
+        )  # fmt: skip
+        new_top = tl.maximum(top, tl.max(log_sums, 0))
+        # A piece whose positions are all hidden from this query has minus infinity; so may all seen so far.
+        pivot = tl.where(new_top == -float("inf"), 0.0, new_top)
+        weights = tl.exp2(log_sums - pivot)
+        decay = tl.exp2(top - pivot)
+        total = total * decay + tl.sum(weights, 0)
+        value = value * decay + tl.sum(part * weights[:, None], 0)
+        top = new_top
+    return value / total, top + tl.log2(total)
