@@ -117,8 +117,9 @@ def given_anchor(weight: torch.Tensor, amax: torch.Tensor | float, name: str) ->
             f"{name}_amax must have shape {list(expected)}; got {list(anchor.shape)}. Pass one anchor per expert"
         )
     anchor = anchor.reshape(-1)
-    bad = (~(torch.isfinite(anchor) & (anchor >= 0))).nonzero().flatten().tolist()
-    if bad:
+    usable = torch.isfinite(anchor) & (anchor >= 0)
+    if not bool(usable.all()):  # on a GPU the one wait
+        bad = (~usable).nonzero().flatten().tolist()
         where = f" for expert {bad[0]} ({len(bad)} in all)" if weight.ndim == 3 else ""
         raise FormatError(
             f"{name}_amax must be finite and not negative; got {float(anchor[bad[0]])}{where}. Recompute the anchor"
