@@ -181,6 +181,28 @@ def test_mxfp8_words(dtype: torch.dtype) -> None:
         assert not found.any()
 
 
+@pytest.mark.parametrize(("value", "anchor"), [(1.40625, 2.25), (1.3125, 2.1), (1.90625, 3.05)])
+def test_ties_do_not_decide_the_shift(value: float, anchor: float) -> None:
+    """Constant blocks that both candidates meet equally well: the fast step may see the larger scale, map-4's."""
+    w13, w2 = (torch.full((1, rows, 64), value).bfloat16() for rows in (128, 64))
+    anchors = {f"{matrix}_amax": torch.tensor([anchor]) for matrix in mixed.MATRICES}
+    expected = marlin.from_weights(w13, w2, "nvfp4", anchors=anchors)
+    got = marlin.from_weights(w13.cuda(), w2.cuda(), "nvfp4", anchors=anchors)
+    for name, value_ in expected.items():
+        assert got[name].cpu().view(-1).view(torch.uint8).equal(value_.view(-1).view(torch.uint8)), name
+
+
+def test_codes_at_odd_places_are_read() -> None:
+    anchor = torch.full((2,), 4.0)
+    codes, scales, _ = reference.quantize(torch.randn(2, 8, 64), anchor, 1536, None)
+    arena = torch.zeros(codes.numel() + 1, dtype=torch.uint8, device="cuda")
+    arena[1:] = codes.cuda().flatten()
+    got = triton_nvfp4.dequantize(
+        arena[1:].view(codes.shape), scales.cuda(), torch.full((2,), 4.0).cuda(), 1536, torch.float32
+    )
+    assert got.cpu().equal(reference.dequantize(codes, scales, torch.full((2,), 4.0), 1536, torch.float32))
+
+
 @pytest.mark.parametrize("expert_format", ["nvfp4", "mxfp8"])
 def test_layers_on_the_device_are_those_of_the_host(expert_format: mixed.ExpertFormat) -> None:
     g = torch.Generator().manual_seed(2)

@@ -21,6 +21,7 @@ triton = pytest.importorskip("triton")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
+from inkling_rl.formats.errors import FormatError  # noqa: E402
 from inkling_rl.formats.kernels import (  # noqa: E402
     triton_engine,
     triton_four_over_six,
@@ -141,3 +142,10 @@ def test_weights_are_copied_only_where_a_row_is_not_one_aligned_piece() -> None:
     odd = torch.randn(2 * 8 * 32 + 1).bfloat16()[1:].view(2, 8, 32)
     source, *_ = pointers(odd)
     assert source.data_ptr() % 16 == 0 and source.view(torch.bfloat16).equal(odd)
+
+
+def test_what_the_kernels_cannot_count_is_refused() -> None:
+    with pytest.raises(FormatError, match=r"fewer than 65536 experts .* got 70000 of 16"):
+        pointers(torch.empty(70_000, 1, 16))
+    with pytest.raises(FormatError, match=r"got 1 of 2147483648"):
+        pointers(torch.empty(1, 1, 1).expand(1, 2**27, 16))

@@ -15,8 +15,9 @@ import torch
 import triton
 import triton.language as tl
 
+from inkling_rl.formats.errors import FormatError
+
 _SIGNS = tl.constexpr(-0x7F7F7F80)  # 0x80808080 as int32
-_UPPER_NIBBLES = tl.constexpr(-0x0F0F0F10)  # 0xF0F0F0F0
 _UPPER_HALF = tl.constexpr(-0x10000)  # 0xFFFF0000
 
 
@@ -25,13 +26,33 @@ def nearest_float32(value: float) -> float:
     return float(struct.unpack("f", struct.pack("f", value))[0])
 
 
+def check_size(experts: int, values: int) -> None:
+    """Refuse stacks that the kernels' grids and 32-bit places cannot hold.
+
+    Raises:
+        FormatError: 65,536 experts and more, or 2^31 values in one.
+    """
+    if experts >= 2**16 or values >= 2**31:
+        raise FormatError(
+            f"weight must have fewer than 65536 experts of fewer than 2^31 values each on CUDA; got {experts} of "
+            f"{values}. Pass parts of it"
+        )
+
+
+def aligned(stored: torch.Tensor) -> torch.Tensor:
+    """`stored` itself where it is contiguous and starts at a multiple of 16 bytes, else a copy that does."""
+    if stored.is_contiguous() and stored.data_ptr() % 16 == 0:
+        return stored
+    return stored.clone(memory_format=torch.contiguous_format)
+
+
 def pointers(weight: torch.Tensor) -> tuple[torch.Tensor, int, int, bool]:
     """`weight` `[E, N, K]` as the kernels read it, its strides in that unit, and whether its rows follow each other.
 
     bfloat16 is read as int32 pairs. A copy is made only where a row or its start is not in one aligned piece.
     """
     experts, rows, columns = weight.shape
-    assert experts < 2**16 and rows * columns < 2**31, "experts are a grid dimension, a block's place is an int32"
+    check_size(experts, rows * columns)
     weight = weight.detach()
     row_bytes = [stride * weight.element_size() for stride in weight.stride()[:2]]
     if weight.stride(2) != 1 or weight.data_ptr() % 16 or any(size % 16 for size in row_bytes):

@@ -128,7 +128,8 @@ def _nvfp4_kernel(
         # Padding has scale byte 0, whose table entry is no number.
         al, ah, a_scale = tl.where(inside_a, al, 0), tl.where(inside_a, ah, 0), tl.where(inside_a, a_scale, 0)
         bl, bh, b_scale = tl.where(inside_b, bl, 0), tl.where(inside_b, bh, 0), tl.where(inside_b, b_scale, 0)
-        top = tl.maximum(top, tl.maximum(a_scale, b_scale))
+        # Uncertain blocks count when the exact step knows them: their scale here may be the larger candidate's.
+        top = tl.maximum(top, tl.maximum(tl.where(a_certain, a_scale, 0), tl.where(b_certain, b_scale, 0)))
         a0, a1 = _halves(al, ah)
         b0, b1 = _halves(bl, bh)
         w0, w1, w2, w3 = transpose4(a0, b0, a1, b1)

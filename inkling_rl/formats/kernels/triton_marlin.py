@@ -15,6 +15,8 @@ import torch
 import triton
 import triton.language as tl
 
+from inkling_rl.formats.kernels.triton_blocks import check_size
+
 TILES_K = 16
 SCALE_ROWS, SCALE_GROUPS = 128, 32
 LARGEST_WORDS = 4096
@@ -45,7 +47,8 @@ def largest_scales(scales: torch.Tensor) -> torch.Tensor:
 
 def pack_weight(codes: torch.Tensor, bits: int, shards: int, rows: int, columns: int) -> torch.Tensor:
     """See `reference.marlin.pack_weight`."""
-    experts, stored_rows, _ = codes.shape
+    experts, stored_rows, stored_bytes = codes.shape
+    check_size(experts, stored_rows * stored_bytes * 8 // bits)
     source = _as_int64(codes, 2 * bits)
     words = torch.empty(experts, columns // 16, shards * rows * bits // 2, dtype=torch.int32, device=codes.device)
     grid = (triton.cdiv(columns // 16, TILES_K), shards * rows // 64, experts)

@@ -11,6 +11,7 @@ import torch
 import triton
 import triton.language as tl
 
+from inkling_rl.formats.kernels.triton_blocks import check_size
 from inkling_rl.formats.reference import mxfp8 as reference
 
 BLOCK_SIZE = reference.BLOCK_SIZE
@@ -22,7 +23,7 @@ _INFINITY = tl.constexpr(0x7F800000)
 def quantize(weight: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See the reference. Nothing waits for the device: the counts are there when the stream gets to them."""
     experts, rows, columns = weight.shape
-    assert experts < 2**16 and rows * columns < 2**31, "experts are a grid dimension, a value's place is an int32"
+    check_size(experts, rows * columns)
     weight = weight.detach()
     if weight.stride(2) != 1:
         weight = weight.contiguous()

@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from inkling_rl.formats.kernels.triton_blocks import absmax, append, load_block, pointers
+from inkling_rl.formats.kernels.triton_blocks import absmax, aligned, append, check_size, load_block, pointers
 from inkling_rl.formats.kernels.triton_four_over_six import (
     LISTED,
     SPAN,
@@ -83,8 +83,9 @@ def dequantize(
     codes: torch.Tensor, scales: torch.Tensor, amax: torch.Tensor, denominator: int, dtype: torch.dtype
 ) -> torch.Tensor:
     """See the reference."""
-    codes, scales = codes.contiguous(), scales.contiguous()
+    codes, scales = aligned(codes), scales.contiguous()
     experts, rows, half = codes.shape
+    check_size(experts, 2 * rows * half)
     values = torch.empty(experts, rows, 2 * half, dtype=dtype, device=codes.device)
     words = rows * half // 4
     outer = reference.outer_scale(amax.float().contiguous(), denominator)
