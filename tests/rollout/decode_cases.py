@@ -47,6 +47,27 @@ class Case:
         return max(new for _, new in self.step)
 
 
+# Every request of a case is a kind of its own; few and short, because Triton's interpreter is slow.
+CASES = {
+    "decode": Case(step=((37, 1), (0, 1), (90, 1)), log_scaling=(0.1, 16)),
+    "first tokens": Case(step=((0, 1),)),
+    "verify": Case(step=((37, 8), (0, 8)), log_scaling=(0.1, 16), heads=(6, 1)),
+    "fewer rows than most": Case(step=((37, 1), (20, 5), (3, 2)), heads=(6, 1)),
+    "one long, some short": Case(step=((2, 1), (200, 1), (0, 1), (5, 1)), extent=48),
+    "sliding": Case(step=((37, 1), (0, 1), (90, 1)), window=16),
+    "sliding, verify": Case(step=((37, 8), (90, 3)), window=16, heads=(6, 1)),
+    "window smaller than extent": Case(step=((37, 1), (90, 2)), window=8, extent=24),
+    "extent smaller than window": Case(step=((37, 1), (90, 2)), window=40, extent=3),
+    "window 1": Case(step=((37, 1), (90, 2)), window=1),
+    "small pages, several layers": Case(step=((37, 2), (90, 2)), page=4, layers_per_page=3, window=32),
+    "padded graph": Case(step=((37, 1), (64, 1)), padding=3),
+    "prepared": Case(step=((37, 2), (64, 1)), prepared=True, log_scaling=(0.1, 16)),
+    "no groups": Case(step=((37, 2),), heads=(3, 3), head_dim=32),
+    "one key/value head": Case(step=((37, 3),), heads=(20, 1)),
+    "wide heads": Case(step=((37, 2), (11, 1)), heads=(6, 1), head_dim=128, q_clip=22.6),
+}
+
+
 @dataclass
 class Inputs:
     """Tensors of a case."""
