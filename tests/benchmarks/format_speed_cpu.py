@@ -1,6 +1,6 @@
 """Conversions per second of the number formats on a CPU, against copying memory and against public implementations.
 
-    python -m tests.benchmarks.format_speed_cpu [--repeats 3] [--threads 1,2] [--fouroversix fouroversix-1.0.5/src]
+    python -m tests.benchmarks.format_speed_cpu [--repeats 3] [--threads 1,2] [--alone] [--fouroversix SOURCE]
 
 One weight of 42 million bfloat16 values, larger than the caches. All candidates of an operation take turns, so that
 what else the machine does hits them alike; the median counts. Ours are the public functions with checks, counts and
@@ -20,7 +20,7 @@ import sys
 import time
 import warnings
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import torch
@@ -204,6 +204,7 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", default="1,2")
     parser.add_argument("--fouroversix", type=Path)
+    parser.add_argument("--alone", action="store_true", help="ours and the copy only: seconds instead of minutes")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
     sys.path.append(str(oracles.DIRECTORY))
@@ -211,6 +212,8 @@ def main() -> None:
     weight = torch.randn(ROWS, COLUMNS).bfloat16()
     print(f"load {os.getloadavg()[0]:.2f}, torch {torch.__version__}, {torch.backends.cpu.get_cpu_capability()}")
     work = operations(weight, options.fouroversix)
+    if options.alone:
+        work = [replace(operation, public={}) for operation in work]
     counts = [int(n) for n in options.threads.split(",")]
     rows = {n: measure(work, weight, n, options.repeats) for n in counts}
     print(f"\nspeed on {counts[-1]} threads over that on {counts[0]}, and over the fastest public one there")
