@@ -31,7 +31,7 @@ from inkling_rl.formats.reference import nvfp4 as reference_nvfp4
 from tests.inkling_rl import oracles
 
 ROWS, COLUMNS = 9216, 4608
-TARGET = 10.0  # times the fastest public implementation, two threads: the bar
+TARGET = 10.0  # times the fastest public implementation, two threads: what we ask of ourselves
 OUR_TORCH = "our reference"
 Call = Callable[[], object]
 Public = Callable[[torch.Tensor], Call]

@@ -1,6 +1,6 @@
 """bfloat16: how far the engine is from the float32 model, against how far transformers' own bfloat16 is.
 
-The bar is the issue's: over 2,000 generated positions, mean |difference| at most 1.2 times transformers' own and below
+The bar: over 2,000 generated positions, mean |difference| at most 1.2 times transformers' own and below
 5e-3, 99th percentile at most 1.5 times. Run with -s to see the figures.
 """
 

@@ -20,7 +20,7 @@ from tests.rollout.engines import (
 )
 
 TOLERANCE = 1e-4
-# Composition of a batch, chunking and cached prefixes must not matter: the issue allows 1e-5, the C++ kernels promise
+# Composition of a batch, chunking and cached prefixes must not matter: 1e-5 would do, the C++ kernels promise
 # equal bits.
 INVARIANCE = 0.0 if ops.have_native() else 1e-5
 
