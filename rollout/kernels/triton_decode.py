@@ -271,7 +271,18 @@ def _attend(
         plain = tl.minimum(tl.maximum((start - EXTENT + 1) // TILE, low), high)
         for tile in range(low, plain):
             keys, values = _load(
-                kv, table, first + tile * TILE, 0, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, MODE, False
+                kv,
+                table,
+                first + tile * TILE,
+                length,
+                block_stride,
+                token_stride,
+                HEAD_DIM,
+                PAGE,
+                TILE,
+                WINDOW,
+                MODE,
+                False,
             )
             out, top, total = _step(_dot(queries, keys, None, MODE), values, out, top, total, MODE, False)
     for tile in range(plain, high):
@@ -300,13 +311,12 @@ def _load(
     """Keys and values [TILE, D] from `position` on. MASKED: what lies at or beyond `length` is not read, but zero."""
     offsets = tl.arange(0, TILE)
     inside = position + offsets < length
+    # The pipeline computes addresses ahead of the loop's end, and the table is read for real: it must not be left.
     if WINDOW == 0 and PAGE % TILE == 0:
-        block = _table_entry(table + position // PAGE, MODE)
+        block = _table_entry(table + tl.minimum(position, length - 1) // PAGE, MODE)
         place = block.to(tl.int64) * block_stride + (position % PAGE + offsets) * token_stride
     else:
-        at = position + offsets
-        if MASKED:
-            at = tl.minimum(at, length - 1)
+        at = tl.minimum(position + offsets, length - 1)
         place = _table_entry(table + at // PAGE, MODE).to(tl.int64) * block_stride + at % PAGE * token_stride
     pointers = kv + place[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     if MASKED:
