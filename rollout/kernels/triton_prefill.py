@@ -55,14 +55,14 @@ class Tiles(NamedTuple):
 def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
     """Shape of a launch. Predicted, see tests/benchmarks/prefill_gpu.py --sweep.
 
-    The ring is static shared memory, and CUDA allows 48 KiB together with the pipeline's where that takes less than
-    48 KiB: hence the small tiles of small heads.
+    The ring is static shared memory, of which CUDA allows 48 KiB, and together with the pipeline's where that takes less
+    than 48 KiB: hence the small tiles of small heads and of heads that share keys with no other.
     """
     packed = 2 if group % 2 == 0 else 1
     if dtype == torch.float32:
         return Tiles(32 // packed, packed, 32, 4, 1, shared=False)
     if head_dim == 128:
-        return Tiles(128 // packed, packed, 64, 8, 3)
+        return Tiles(64, 2, 64, 8, 3) if packed == 2 else Tiles(64, 1, 64, 4, 2)
     return Tiles(64 // packed, packed, 32, 4, 2)
 
 
@@ -256,20 +256,25 @@ def _all_tiles(
         tl.zeros([ROWS], tl.float32),
     )
     if WINDOW == 0 or WINDOW > EXTENT:
-        for first in tl.range(visible // KEYS * KEYS, near, KEYS):
+        far = visible // KEYS * KEYS
+        page = _pages_of(pages, far, visible, end, PAGE, KEYS)
+        for first in tl.range(far, near, KEYS):
             k, v = _load_tile(
-                kv, pages, first, visible, end, stride_block, stride_token, queries.shape[1], PAGE, KEYS, WINDOW > 0
+                kv, page, first, visible, end, stride_block, stride_token, queries.shape[1], PAGE, KEYS, WINDOW > 0
             )
+            page = _pages_of(pages, first + KEYS, visible, end, PAGE, KEYS)
             scores = product(queries, tl.trans(k), None, PRECISION)
             if WINDOW:
                 scores = _masked(scores, first, p0, i, WINDOW, KEYS)
             state = _accumulate(state, scores, v, PRECISION)
     for back in tl.static_range(RING // 2, 0, -KEYS):
         fill_ring(rows, mixture, table, near - back, p0, EXTENT, PADDING, KEYS, RING, PRECISION, SHARED)
+    page = _pages_of(pages, near, visible, end, PAGE, KEYS)
     for first in tl.range(near, end, KEYS):
         k, v = _load_tile(
-            kv, pages, first, visible, end, stride_block, stride_token, queries.shape[1], PAGE, KEYS, True
+            kv, page, first, visible, end, stride_block, stride_token, queries.shape[1], PAGE, KEYS, True
         )
+        page = _pages_of(pages, first + KEYS, visible, end, PAGE, KEYS)
         put = fill_ring(rows, mixture, table, first, p0, EXTENT, PADDING, KEYS, RING, PRECISION, SHARED)
         bias = read_ring(rows, shift, put, first, KEYS, RING, SHARED)
         scores = product(queries, tl.trans(k), bias.to(tl.float32), PRECISION)
@@ -280,8 +285,21 @@ def _all_tiles(
 
 
 @triton.jit
+def _pages_of(pages, first, visible, end, PAGE: tl.constexpr, KEYS: tl.constexpr):
+    """Entries of the block table for positions `first` to `first + KEYS - 1`: one, or one for each position.
+
+    Loaded a tile ahead: Triton would make the pipeline of keys and values half as deep for a load that they wait for.
+    """
+    if PAGE >= KEYS:
+        return tl.load(pages + first // PAGE, mask=first < end, other=0)
+    else:
+        n = first + tl.arange(0, KEYS)
+        return tl.load(pages + n.to(tl.uint32) // PAGE, mask=(n >= visible) & (n < end), other=0)
+
+
+@triton.jit
 def _load_tile(
-    kv, pages, first, visible, end, stride_block, stride_token, DIM: tl.constexpr, PAGE: tl.constexpr,
+    kv, page, first, visible, end, stride_block, stride_token, DIM: tl.constexpr, PAGE: tl.constexpr,
     KEYS: tl.constexpr, EDGE: tl.constexpr,
 ):  # fmt: skip
     """Keys and values of positions `first` to `first + KEYS - 1`, [KEYS, DIM] each.
@@ -289,18 +307,11 @@ def _load_tile(
     With EDGE, positions before `visible` and from `end` on are zeros and not read.
     """
     n = first + tl.arange(0, KEYS)
-    inside = (n >= visible) & (n < end)
-    offset = (n & (PAGE - 1)) * stride_token
-    if PAGE >= KEYS:
-        page = tl.load(pages + first // PAGE)
-    elif EDGE:
-        page = tl.load(pages + n.to(tl.uint32) // PAGE, mask=inside, other=0)
-    else:
-        page = tl.load(pages + n.to(tl.uint32) // PAGE)
-    token = page.to(tl.int64) * stride_block + offset
+    token = page.to(tl.int64) * stride_block + (n & (PAGE - 1)) * stride_token
     place = kv + token[:, None] + tl.arange(0, DIM)[None, :]
     if EDGE:
-        return tl.load(place, mask=inside[:, None], other=0.0), tl.load(place + DIM, mask=inside[:, None], other=0.0)
+        inside = ((n >= visible) & (n < end))[:, None]
+        return tl.load(place, mask=inside, other=0.0), tl.load(place + DIM, mask=inside, other=0.0)
     else:
         return tl.load(place), tl.load(place + DIM)
 
