@@ -37,6 +37,8 @@ MAX_QUERIES = 8
 MAX_ROWS = 64
 # Lengths are read as one vector by every program.
 MAX_REQUESTS = 4096
+# About one wave of an H200: rows times query heads up to which the merge takes one program for each.
+MERGE_PROGRAMS = 2048
 _LOG2_E = tl.constexpr(1.4426950408889634)
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -79,13 +81,15 @@ def attention(
     out_dtype: torch.dtype = torch.float32,
     tiles: Tiles | None = None,
     programs: int | None = None,
+    early_merge: bool = False,
 ) -> torch.Tensor:
     """`reference.attention` for a step in which no request has more than `max_queries` <= 8 rows, `out_dtype` [T, N D].
 
     `q`, `r`, `sink` and `gate` may be float32 or bfloat16 with any row stride. Without `q_scale` and `r_scale`, `q` and
     `r` are taken as scaled, clipped and multiplied by the log-length factor already. Nothing is read back to the host,
     and the grid depends on the number of requests and rows only: safe to capture. Rows beyond `batch.query_start[-1]`
-    come out as zeros. `programs` overrides the number of programs, `tiles` their shape.
+    come out as zeros. `programs` overrides the number of programs, `tiles` their shape; with `early_merge` the second
+    kernel is launched while the first one runs (programmatic dependent launch).
 
     Raises:
         ValueError: a shape that the kernel does not cover.
@@ -118,12 +122,16 @@ def attention(
         pieces, sums, requests, q_TC.stride(0), r_TC.stride(0), *kv_BKNC.stride()[:3], batch.block_table.stride(0),
         q_clip, r_clip, alpha, float(floor),
         REL=proj_MR.shape[0], EXTENT=proj_MR.shape[1], PAGE=kv_BKNC.shape[2], ROWS=rows,
-        LOG_SCALING=log_scaling is not None and q_scale_ND is not None, MODE=_mode(kv_BKNC.dtype),
+        LOG_SCALING=log_scaling is not None and q_scale_ND is not None, MODE=_mode(kv_BKNC.dtype), EARLY=early_merge,
         **shape, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
-    merge_kernel[(q_TC.shape[0], num_heads)](
+    # Few rows: a program for every head. Many: one for the heads that share a key/value head, few pieces at a time.
+    heads = 1 if q_TC.shape[0] * num_heads <= MERGE_PROGRAMS else triton.next_power_of_2(group)
+    merge_kernel[(q_TC.shape[0], num_heads if heads == 1 else kv_heads)](
         pieces, sums, sink_TN, gate_TC, out_TC, batch.query_start, batch.seq_lens,
-        requests, programs, sink_TN.stride(0), gate_TC.stride(0), **shape, CHUNK=max(4, min(chunk, 64)), num_warps=4,
+        requests, programs, sink_TN.stride(0), gate_TC.stride(0), **shape,
+        CHUNK=max(4, min(chunk, 64 // heads)), HEADS=heads, EARLY=early_merge, num_warps=4,
+        **({"launch_pdl": True} if early_merge else {}),
     )  # fmt: skip
     return out_TC
 
@@ -167,9 +175,11 @@ def _decode_kernel(
     q_clip, r_clip, alpha, floor,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, REL: tl.constexpr, EXTENT: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, MAX_QUERIES: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr,
-    BATCH: tl.constexpr, LOG_SCALING: tl.constexpr, MODE: tl.constexpr,
+    BATCH: tl.constexpr, LOG_SCALING: tl.constexpr, MODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program's stretch of the line of work: a piece for each pair that it crosses."""
+    if EARLY:  # the merge may come as soon as there is room for it, which is when programs of this kernel end
+        tl.extra.cuda.gdc_launch_dependents()
     ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH)
     work = tl.max(ends, 0)
     per_program = tl.cdiv(work, tl.num_programs(0))

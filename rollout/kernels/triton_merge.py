@@ -48,57 +48,71 @@ def merge_kernel(
     pieces, sums, sink, gate, out, query_start, seq_lens,
     requests, programs, sink_stride, gate_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, CHUNK: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
-    """One program per row of the step and query head: weigh the pieces, apply sink and gate in float32, round once.
+    """Weigh the pieces of one row of the step, apply sink and gate in float32, round once.
 
-    Rows that belong to no request (padding of a captured batch) become zero.
+    A program has one query head (HEADS 1) or all those of a key/value head (HEADS a power of two of GROUP or more).
+    Rows that belong to no request (padding of a captured batch) become zero. EARLY: launched before the decode kernel
+    has ended, for which it waits once it knows what to do.
     """
-    row, head = tl.program_id(0), tl.program_id(1)
+    row = tl.program_id(0)
+    if HEADS == 1:
+        kv_head = tl.program_id(1) // GROUP
+        member = tl.program_id(1) % GROUP + tl.arange(0, 1)
+    else:
+        kv_head = tl.program_id(1)
+        member = tl.arange(0, HEADS)
+    real = member < GROUP
     ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH)
     per_program = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), 1)
     index = tl.arange(0, BATCH)
     last_row = tl.load(query_start + index + 1, mask=index < requests, other=2147483647)
     request = tl.sum((last_row <= row).to(tl.int32), 0)
-    channel = tl.arange(0, HEAD_DIM)
-    place = out + (row.to(tl.int64) * (KV_HEADS * GROUP) + head) * HEAD_DIM + channel
+    heads = kv_head * GROUP + member
+    channel = tl.arange(0, HEAD_DIM)[None, :]
+    place = out + row.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + channel
     if request >= requests:
-        tl.store(place, tl.zeros([HEAD_DIM], out.dtype.element_ty))
+        tl.store(place, tl.zeros([HEADS, HEAD_DIM], out.dtype.element_ty), mask=real[:, None])
         return
     begin = tl.load(query_start + request)
-    count = tl.load(query_start + request + 1) - begin
-    tiles = visible(tl.load(seq_lens + request), count, WINDOW, TILE)[1]
-    first_tile = tl.max(tl.where(index < request, ends, 0), 0) + (head // GROUP) * tiles
-    pair = request * KV_HEADS + head // GROUP
+    tiles = visible(tl.load(seq_lens + request), tl.load(query_start + request + 1) - begin, WINDOW, TILE)[1]
+    first_tile = tl.max(tl.where(index < request, ends, 0), 0) + kv_head * tiles
     first, last = first_tile // per_program, (first_tile + tiles - 1) // per_program
-    offset = (row - begin) * GROUP + head % GROUP
-    value, log_sum = _weigh(pieces, sums, first + pair, last + pair, offset, channel, MAX_QUERIES * GROUP, CHUNK)
-    scale = 1.0 / (1.0 + tl.exp(tl.load(sink + row * sink_stride + head).to(tl.float32) - log_sum * _LN_2))
-    gates = tl.load(gate + row.to(tl.int64) * gate_stride + head * HEAD_DIM + channel).to(tl.float32)
-    value = value * scale / (1.0 + tl.exp(-gates))
-    tl.store(place, value.to(out.dtype.element_ty))
+    pair = request * KV_HEADS + kv_head
+    sinks = tl.load(sink + row * sink_stride + heads, mask=real, other=0.0).to(tl.float32)
+    gates = tl.load(gate + row.to(tl.int64) * gate_stride + heads[:, None] * HEAD_DIM + channel, mask=real[:, None])
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+    value, log_sum = _weigh(
+        pieces, sums, first + pair, last + pair, (row - begin) * GROUP + member, real, channel, MAX_QUERIES * GROUP,
+        CHUNK,
+    )  # fmt: skip
+    scale = 1.0 / (1.0 + tl.exp(sinks - log_sum * _LN_2))
+    value = value * scale[:, None] / (1.0 + tl.exp(-gates.to(tl.float32)))
+    tl.store(place, value.to(out.dtype.element_ty), mask=real[:, None])
 
 
 @triton.jit
-def _weigh(pieces, sums, first, last, offset, channel, ROWS: tl.constexpr, CHUNK: tl.constexpr):
-    """Output and base-2 log-sum of pieces `first` to `last`, CHUNK at a time."""
-    top = first * 0.0 - float("inf")
-    total = first * 0.0
-    value = channel * 0.0
+def _weigh(pieces, sums, first, last, offset, real, channel, ROWS: tl.constexpr, CHUNK: tl.constexpr):
+    """Output [HEADS, D] and base-2 log-sum [HEADS] of pieces `first` to `last`, CHUNK at a time."""
+    top = offset * 0.0 - float("inf")
+    total = offset * 0.0
+    value = total[:, None] + channel * 0.0
     for start in range(first, last + 1, CHUNK):
         piece = start + tl.arange(0, CHUNK)
-        inside = piece <= last
-        place = piece.to(tl.int64) * ROWS + offset
+        inside = (piece <= last)[:, None] & real[None, :]
+        place = piece.to(tl.int64)[:, None] * ROWS + offset[None, :]
         log_sums = tl.load(sums + place, mask=inside, other=-float("inf"))
-        part = tl.load(
-            pieces + place[:, None] * channel.shape[0] + channel[None, :], mask=inside[:, None], other=0.0
-        )  # fmt: skip
+        pointers = pieces + place[:, :, None] * channel.shape[1] + channel[None, :, :]
+        part = tl.load(pointers, mask=inside[:, :, None], other=0.0)
         new_top = tl.maximum(top, tl.max(log_sums, 0))
         # A piece whose positions are all hidden from this query has minus infinity; so may all seen so far.
         pivot = tl.where(new_top == -float("inf"), 0.0, new_top)
-        weights = tl.exp2(log_sums - pivot)
+        weights = tl.exp2(log_sums - pivot[None, :])
         decay = tl.exp2(top - pivot)
         total = total * decay + tl.sum(weights, 0)
-        value = value * decay + tl.sum(part * weights[:, None], 0)
+        value = value * decay[:, None] + tl.sum(part * weights[:, :, None], 0)
         top = new_top
-    return value / total, top + tl.log2(total)
+    return value / tl.where(total > 0.0, total, 1.0)[:, None], top + tl.log2(total)

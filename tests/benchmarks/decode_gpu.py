@@ -97,14 +97,14 @@ def input_sets(case: Case) -> list[Inputs]:
     return [make(replace(case, seed=seed)) for seed in range(count)]
 
 
-def call(inputs: Inputs, tiles: Tiles | None = None, programs: int | None = None) -> torch.Tensor:
+def call(inputs: Inputs, **options: Any) -> torch.Tensor:
     return triton_decode.attention(
-        *inputs.arguments(), max_queries=inputs.case.max_queries, out_dtype=BF16, tiles=tiles, programs=programs
-    )
+        *inputs.arguments(), max_queries=inputs.case.max_queries, out_dtype=BF16, **options
+    )  # fmt: skip
 
 
-def measure(sets: list[Inputs], tiles: Tiles | None = None) -> float:
-    return microseconds([lambda inputs=inputs: call(inputs, tiles) for inputs in sets])
+def measure(sets: list[Inputs], **options: Any) -> float:
+    return microseconds([lambda inputs=inputs: call(inputs, **options) for inputs in sets])
 
 
 def flex(inputs: Inputs) -> Callable[[], object]:
@@ -146,7 +146,7 @@ def sweep(sets: list[Inputs], shapes: tuple[Tiles, ...]) -> str:
     results = []
     for tiles in shapes:
         try:
-            results.append((measure(sets, tiles), tiles))
+            results.append((measure(sets, tiles=tiles), tiles))
         except triton.runtime.errors.OutOfResources:
             continue
     return "; ".join(f"{time:.1f} {tuple(tiles)}" for time, tiles in sorted(results))
@@ -185,7 +185,8 @@ def main() -> None:
             f"{name:38}{taken:8.1f}{bound:8.1f}{100 * bound / taken:6.0f}%{wanted or '':>8}{error:10.1e}{instead:>10}",
             flush=True,
         )
-        notes.append(f"{name}: {kernel_times(sets[0])}")
+        early = measure(sets, early_merge=True)
+        notes.append(f"{name}: {kernel_times(sets[0])}; both in a graph {taken:.1f}, with an early merge {early:.1f}")
         if name in COMPARED and (arguments.sweep or name == COMPARED[0]):
             notes.append(f"{name}, launch shapes: {sweep(sets, SWEEP if arguments.sweep else FIRST)}")
         assert error < 1e-2, (name, error)

@@ -62,6 +62,8 @@ def test_release_sizes(name: str, dtype: torch.dtype) -> None:
     assert relative_error(got, exact(inputs)) < TOLERANCE[dtype]
     assert torch.equal(got, run(inputs))
     assert torch.equal(got.to(BF16), run(inputs, out_dtype=BF16))
+    for _ in range(5):
+        assert torch.equal(got, run(inputs, early_merge=True))
 
 
 @pytest.mark.parametrize("sink", [-80.0, 80.0])

@@ -77,6 +77,14 @@ def test_extreme_sinks_and_logits(sink: float) -> None:
 
 
 @on_interpreter
+def test_many_rows_are_merged_a_group_of_heads_at_a_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(triton_decode, "MERGE_PROGRAMS", 0)
+    inputs = make(Case(step=((37, 2), (0, 1), (90, 1)), padding=1))
+    got = triton_decode.attention(*inputs.arguments(), max_queries=2, tiles=Tiles(16, 4, 2, 2), programs=30)
+    assert relative_error(got, exact(inputs)) < 2e-6
+
+
+@on_interpreter
 def test_more_query_tokens_allowed_than_there_are() -> None:
     inputs = make(Case(step=((37, 2), (5, 1)), window=16))
     got = triton_decode.attention(*inputs.arguments(), max_queries=8, tiles=TILES, programs=5)
@@ -153,7 +161,7 @@ def compiled(name: str) -> tuple[str, str, str, int]:
     tiles = triton_decode.choose_tiles(rows, dtype)
     constants: dict[str, Any] = {
         **sizes, "REL": 16, "MAX_QUERIES": max_queries, "ROWS": rows, "TILE": tiles.tile, "BATCH": 16,
-        "LOG_SCALING": sizes["WINDOW"] == 0, "MODE": triton_decode._mode(dtype),
+        "LOG_SCALING": sizes["WINDOW"] == 0, "MODE": triton_decode._mode(dtype), "EARLY": True,
     }  # fmt: skip
     types = TYPES | dict.fromkeys(("q", "r", "proj", "kv"), "*bf16" if dtype is BF16 else "*fp32")
     return _compile(triton_decode._decode_kernel, constants, types, tiles.warps, tiles.stages)
@@ -232,12 +240,14 @@ def _loops(sass: str) -> list[int]:
 
 
 @compiled_only
-def test_the_merge_spills_nothing_and_reads_wide() -> None:
+@pytest.mark.parametrize(("heads", "chunk"), [(1, 64), (8, 4), (8, 8)])
+def test_the_merge_spills_nothing_and_reads_wide(heads: int, chunk: int) -> None:
     constants = {
         "KV_HEADS": 8, "GROUP": 6, "HEAD_DIM": 128, "MAX_QUERIES": 1, "WINDOW": 0, "TILE": 64, "BATCH": 16,
-        "CHUNK": 64,
+        "CHUNK": chunk, "HEADS": heads, "EARLY": True,
     }  # fmt: skip
     types = TYPES | {"gate": "*bf16", "out": "*bf16"}
-    _, sass, resources, _ = _compile(triton_merge.merge_kernel, constants, types, 4, 2)
+    ptx, sass, resources, _ = _compile(triton_merge.merge_kernel, constants, types, 4, 2)
     assert "STACK:0" in resources and not re.search(r"\b(LDL|STL)\b", sass)
-    assert len(re.findall(r"LDG\.E\.128", sass)) >= 8
+    assert len(re.findall(r"LDG\.E\.128", sass)) >= heads * chunk // 8
+    assert "griddepcontrol.wait" in ptx
