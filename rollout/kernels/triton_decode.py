@@ -30,6 +30,7 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.paged import PagedBatch
+from rollout.kernels.triton_logits import add_bias, dot, load_biases, load_queries, log_scale
 from rollout.kernels.triton_merge import line_of_work, merge_kernel, visible
 
 MAX_QUERIES = 8
@@ -199,10 +200,10 @@ def _decode_kernel(
             token = rows // GROUP
             real = (token < count) & (token < MAX_QUERIES)
             heads = head * GROUP + rows % GROUP
-            factor = _log_scale(length - count + token, alpha, floor, LOG_SCALING) * _LOG2_E
+            factor = log_scale(length - count + token, alpha, floor, LOG_SCALING) * _LOG2_E
             out, log_sum = _attend(
-                _queries(q, q_scale, begin + token, heads, real, factor, q_stride, q_clip, HEAD_DIM),
-                _biases(r, r_scale, begin + token, heads, real, factor, r_stride, r_clip, REL),
+                load_queries(q, q_scale, begin + token, heads, real, factor, q_stride, q_clip, HEAD_DIM),
+                load_biases(r, r_scale, begin + token, heads, real, factor, r_stride, r_clip, REL),
                 proj, kv + head.to(tl.int64) * head_stride, table + request.to(tl.int64) * table_stride, first,
                 tl.maximum(start - pair_start, 0), tl.minimum(stop - pair_start, tiles), length, length - count, token,
                 block_stride, token_stride, HEAD_DIM, REL, EXTENT, WINDOW, PAGE, MAX_QUERIES, TILE, MODE,
@@ -226,42 +227,6 @@ def _request(query_start, seq_lens, request, WINDOW: tl.constexpr, TILE: tl.cons
     length = tl.load(seq_lens + request)
     first, tiles = visible(length, count, WINDOW, TILE)
     return begin, count, length, first, tiles
-
-
-@triton.jit
-def _log_scale(position, alpha, floor, LOG_SCALING: tl.constexpr):
-    """The factor of long contexts on queries and biases; see `reference.log_scale`."""
-    if LOG_SCALING:
-        return 1.0 + alpha * tl.log(tl.maximum((position + 1).to(tl.float32) / floor, 1.0))
-    else:
-        return position * 0.0 + 1.0
-
-
-@triton.jit
-def _clipped(x, source, scale, heads, channel, clip):
-    """Rows of `x` [ROWS, C] times the heads' scale, no longer than `clip`; as they are when `scale` is None."""
-    if scale is not None:
-        x *= tl.load(scale + heads[:, None] * channel.shape[0] + channel[None, :]).to(tl.float32)
-        x *= tl.minimum(clip / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6), 1.0)[:, None]
-    return x
-
-
-@triton.jit
-def _queries(q, scale, row, heads, real, factor, stride, clip, HEAD_DIM: tl.constexpr):
-    """Queries [ROWS, D] in float32, such that a product with a key is a logit in base 2; zeros in rows not real."""
-    channel = tl.arange(0, HEAD_DIM)
-    place = row.to(tl.int64) * stride + heads * HEAD_DIM
-    x = tl.load(q + place[:, None] + channel[None, :], mask=real[:, None], other=0.0).to(tl.float32)
-    return _clipped(x, q, scale, heads, channel, clip) * (factor / HEAD_DIM**0.5)[:, None]
-
-
-@triton.jit
-def _biases(r, scale, row, heads, real, factor, stride, clip, REL: tl.constexpr):
-    """`r` [ROWS, REL] in float32, such that a product with `proj` is a bias in base 2; zeros in rows not real."""
-    channel = tl.arange(0, REL)
-    place = row.to(tl.int64) * stride + heads * REL
-    x = tl.load(r + place[:, None] + channel[None, :], mask=real[:, None], other=0.0).to(tl.float32)
-    return _clipped(x, r, scale, heads, channel, clip) * factor[:, None]
 
 
 @triton.jit
@@ -294,14 +259,14 @@ def _attend(
                 MODE,
                 False,
             )
-            out, top, total = _step(_dot(queries, keys, None, MODE), values, out, top, total, MODE, False)
+            out, top, total = _step(dot(queries, keys, None, MODE), values, out, top, total, MODE, False)
     for tile in range(plain, high):
         keys, values = _load(
             kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, MODE, True
         )
         position = first + tile * TILE + tl.arange(0, TILE)
-        logits = _add_bias(
-            _dot(queries, keys, None, MODE), biases, proj, start - (first + tile * TILE + TILE - 1), token,
+        logits = add_bias(
+            dot(queries, keys, None, MODE), biases, proj, start - (first + tile * TILE + TILE - 1), token,
             REL, EXTENT, MAX_QUERIES, TILE, MODE,
         )  # fmt: skip
         distance = (start + token)[:, None] - position[None, :]
@@ -353,41 +318,6 @@ def _table_entry(pointer, MODE: tl.constexpr):
 
 
 @triton.jit
-def _add_bias(
-    logits, biases, proj, distance, token, REL: tl.constexpr, EXTENT: tl.constexpr, MAX_QUERIES: tl.constexpr,
-    TILE: tl.constexpr, MODE: tl.constexpr,
-):  # fmt: skip
-    """Add each query's bias at each position of a tile; `distance` is from its last position to the first query."""
-    if MAX_QUERIES == 1:
-        ahead = TILE - 1 - tl.arange(0, TILE)
-        return _profile_product(logits, biases, proj, distance + ahead, REL, EXTENT, MODE)
-    else:
-        ahead = tl.arange(0, 2 * TILE)
-        by_distance = _profile_product(None, biases, proj, distance + ahead, REL, EXTENT, MODE)
-        shift = tl.minimum(token, MAX_QUERIES)[:, None] + (TILE - 1 - tl.arange(0, TILE))[None, :]
-        return logits + tl.gather(by_distance, shift, 1)
-
-
-@triton.jit
-def _profile_product(
-    total, biases, proj, distance, REL: tl.constexpr, EXTENT: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
-    """`biases proj[:, distance] + total`; zero outside of the extent."""
-    inside = (distance >= 0) & (distance < EXTENT)
-    place = (tl.arange(0, REL) * EXTENT)[:, None] + distance[None, :]
-    profiles = tl.load(proj + place, mask=inside[None, :], other=0.0)
-    if MODE == "ieee" or MODE == "tf32x3":
-        return _dot(biases, profiles.to(tl.float32), total, MODE)
-    high = biases.to(tl.bfloat16)
-    profiles_high = profiles.to(tl.bfloat16)
-    total = _dot(high, profiles_high, total, MODE)
-    total = _dot((biases - high.to(tl.float32)).to(tl.bfloat16), profiles_high, total, MODE)
-    if proj.dtype.element_ty == tl.float32:
-        total = _dot(high, (profiles - profiles_high.to(tl.float32)).to(tl.bfloat16), total, MODE)
-    return total
-
-
-@triton.jit
 def _step(logits, values, out, top, total, MODE: tl.constexpr, MASKED: tl.constexpr):
     """Take one tile into the running softmax."""
     new_top = tl.maximum(top, tl.max(logits, 1))
@@ -397,15 +327,4 @@ def _step(logits, values, out, top, total, MODE: tl.constexpr, MASKED: tl.conste
     weights = tl.exp2(logits - pivot[:, None])
     decay = tl.exp2(top - pivot)
     total = total * decay + tl.sum(weights, 1)
-    return _dot(weights.to(values.dtype), values, out * decay[:, None], MODE), new_top, total
-
-
-@triton.jit
-def _dot(a, b, total, MODE: tl.constexpr):
-    """`a b + total` in float32."""
-    if MODE == "bf16":
-        return tl.dot(a, b, total)
-    elif MODE == "bf16-emulated":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
-    else:
-        return tl.dot(a, b, total, input_precision=MODE)
+    return dot(weights.to(values.dtype), values, out * decay[:, None], MODE), new_top, total
