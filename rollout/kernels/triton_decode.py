@@ -30,7 +30,7 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.paged import PagedBatch
-from rollout.kernels.triton_logits import add_bias, dot, load_biases, load_queries, log_scale
+from rollout.kernels.triton_logits import add_bias, dot, load_biases, load_profiles, load_queries, log_scale
 from rollout.kernels.triton_merge import line_of_work, merge_kernel, visible
 
 MAX_QUERIES = 8
@@ -246,29 +246,21 @@ def _attend(
         plain = tl.minimum(tl.maximum((start - EXTENT + 1) // TILE, low), high)
         for tile in range(low, plain):
             keys, values = _load(
-                kv,
-                table,
-                first + tile * TILE,
-                length,
-                block_stride,
-                token_stride,
-                HEAD_DIM,
-                PAGE,
-                TILE,
-                WINDOW,
-                MODE,
+                kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, MODE,
                 False,
-            )
+            )  # fmt: skip
             out, top, total = _step(dot(queries, keys, None, MODE), values, out, top, total, MODE, False)
+    # Profiles come a tile ahead, or their way from the second cache would be added to every tile's time.
+    last = start - first - TILE + 1
+    ahead = load_profiles(proj, last - plain * TILE, REL, EXTENT, MAX_QUERIES, TILE)
     for tile in range(plain, high):
         keys, values = _load(
             kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, MODE, True
         )
+        profiles = ahead
+        ahead = load_profiles(proj, last - (tile + 1) * TILE, REL, EXTENT, MAX_QUERIES, TILE)
+        logits = add_bias(dot(queries, keys, None, MODE), biases, profiles, token, MAX_QUERIES, TILE, MODE)
         position = first + tile * TILE + tl.arange(0, TILE)
-        logits = add_bias(
-            dot(queries, keys, None, MODE), biases, proj, start - (first + tile * TILE + TILE - 1), token,
-            REL, EXTENT, MAX_QUERIES, TILE, MODE,
-        )  # fmt: skip
         distance = (start + token)[:, None] - position[None, :]
         hidden = distance < 0
         if WINDOW > 0:

@@ -47,36 +47,42 @@ def load_biases(r, scale, row, heads, real, factor, stride, clip, REL: tl.conste
 
 
 @triton.jit
-def add_bias(
-    logits, biases, proj, distance, token, REL: tl.constexpr, EXTENT: tl.constexpr, MAX_QUERIES: tl.constexpr,
-    TILE: tl.constexpr, MODE: tl.constexpr,
+def load_profiles(
+    proj, distance, REL: tl.constexpr, EXTENT: tl.constexpr, MAX_QUERIES: tl.constexpr, TILE: tl.constexpr
 ):  # fmt: skip
-    """Add each query's bias at each position of a tile; `distance` is from its last position to the first query."""
+    """`proj` at a tile's distances: for one query token [REL, TILE], a column for each position, else [REL, 2 TILE] by
+    ascending distance. Zero outside of the extent. `distance` is from the tile's last position to the first query.
+    """
     if MAX_QUERIES == 1:
-        ahead = TILE - 1 - tl.arange(0, TILE)
-        return _profile_product(logits, biases, proj, distance + ahead, REL, EXTENT, MODE)
+        distances = distance + (TILE - 1 - tl.arange(0, TILE))
     else:
-        ahead = tl.arange(0, 2 * TILE)
-        by_distance = _profile_product(None, biases, proj, distance + ahead, REL, EXTENT, MODE)
+        distances = distance + tl.arange(0, 2 * TILE)
+    inside = (distances >= 0) & (distances < EXTENT)
+    place = (tl.arange(0, REL) * EXTENT)[:, None] + distances[None, :]
+    return tl.load(proj + place, mask=inside[None, :], other=0.0)
+
+
+@triton.jit
+def add_bias(logits, biases, profiles, token, MAX_QUERIES: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr):
+    """Add each query's bias at each position of a tile, of which `load_profiles` gave the profiles."""
+    if MAX_QUERIES == 1:
+        return _product(logits, biases, profiles, MODE)
+    else:
+        by_distance = _product(None, biases, profiles, MODE)
         shift = tl.minimum(token, MAX_QUERIES)[:, None] + (TILE - 1 - tl.arange(0, TILE))[None, :]
         return logits + tl.gather(by_distance, shift, 1)
 
 
 @triton.jit
-def _profile_product(
-    total, biases, proj, distance, REL: tl.constexpr, EXTENT: tl.constexpr, MODE: tl.constexpr
-):  # fmt: skip
-    """`biases proj[:, distance] + total`; zero outside of the extent."""
-    inside = (distance >= 0) & (distance < EXTENT)
-    place = (tl.arange(0, REL) * EXTENT)[:, None] + distance[None, :]
-    profiles = tl.load(proj + place, mask=inside[None, :], other=0.0)
+def _product(total, biases, profiles, MODE: tl.constexpr):
+    """`biases profiles + total`, in bfloat16 with operands split into two numbers where they do not fit one."""
     if MODE == "ieee" or MODE == "tf32x3":
         return dot(biases, profiles.to(tl.float32), total, MODE)
     high = biases.to(tl.bfloat16)
     profiles_high = profiles.to(tl.bfloat16)
     total = dot(high, profiles_high, total, MODE)
     total = dot((biases - high.to(tl.float32)).to(tl.bfloat16), profiles_high, total, MODE)
-    if proj.dtype.element_ty == tl.float32:
+    if profiles.dtype == tl.float32:
         total = dot(high, (profiles - profiles_high.to(tl.float32)).to(tl.bfloat16), total, MODE)
     return total
 
