@@ -17,7 +17,8 @@ tile, from which each row gathers its own stretch. In bfloat16 `r` and (if store
 bfloat16 numbers each, which leaves about 16 bits: the bias adds no error of its own to what rounding queries and keys
 costs. Tiles that lie beyond the extent for all query tokens run without bias and masks.
 
-How the work is divided, and the second kernel that merges: `rollout.kernels.triton_merge`.
+How the work is divided, and the second kernel that merges: `rollout.kernels.triton_merge`. The same step gives the same
+bits every time; a row's last bits depend on where its work is cut, and so on the rest of the batch, unlike on the CPU.
 """
 
 from __future__ import annotations
