@@ -1,0 +1,200 @@
+"""The router of the experts on CUDA: logits in float32 precision on the matrix units, then the choice; two launches.
+
+A float32 product would run on the vector units at a tenth of the rate. Here every float32 number is the sum of three
+bfloat16 ones, exactly but for the last bits of subnormals, and products of bfloat16 numbers are exact in the float32
+accumulators: three products for bfloat16 activations, six for float32 ones (what is left out is below 2^-24). The
+weight is split where it is used, so there is no second copy that an update could leave behind.
+
+The sum over the hidden size is a fixed tree: segments of 256 columns, three groups of segments, the groups. Few tokens
+are spread over many programs (one per segment), many tokens are not; the tree, and so a row's bits, is the same.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+
+SEGMENT, GROUPS = 256, 3
+
+_UPPER_HALF = tl.constexpr(-0x10000)  # 0xFFFF0000
+
+
+class Tile(NamedTuple):
+    """Tokens and columns of a step, stages in flight, and warps of a program; 64 experts per program and 4 warps."""
+
+    tokens: int
+    columns: int
+    stages: int
+    warps: int
+
+
+# Up to so many tokens: what a program is and whether it takes a segment, a group or the whole row. Only the sum's tree,
+# which these do not touch, is part of the definition of a row's bits.
+PLANS: tuple[tuple[int, Tile, str], ...] = (
+    (64, Tile(16, 64, 4, 4), "segment"),
+    (1024, Tile(64, 64, 3, 4), "group"),
+    (2**31, Tile(64, 64, 3, 4), "row"),
+)
+
+
+def route(
+    x_TH: torch.Tensor,
+    router_EH: torch.Tensor,
+    bias_E: torch.Tensor,
+    top_k: int,
+    route_scale: float,
+    weights_TK: torch.Tensor | None = None,
+    experts_TK: torch.Tensor | None = None,
+    plan: tuple[Tile, str] | None = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Weights float32 [T, top_k] and expert numbers int32 [T, top_k], in ascending order of the number.
+
+    Args:
+        x_TH: input of the experts, bfloat16 or float32.
+        router_EH: float32, any strides. bias_E: float32; only selects.
+        weights_TK, experts_TK: written instead of new tensors; contiguous.
+    """
+    num_rows, num_experts = x_TH.shape[0], router_EH.shape[0]
+    assert x_TH.stride(1) == 1 and router_EH.dtype == bias_E.dtype == torch.float32 and top_k <= num_experts
+    if weights_TK is None:
+        weights_TK = torch.empty(num_rows, top_k, dtype=torch.float32, device=x_TH.device)
+    if experts_TK is None:
+        experts_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=x_TH.device)
+    assert weights_TK.is_contiguous() and experts_TK.is_contiguous()
+    if num_rows:
+        parts_PTE, inner = _logits(x_TH, router_EH, plan)
+        _choose_kernel[(num_rows,)](
+            parts_PTE, bias_E, weights_TK, experts_TK, num_rows, route_scale, num_experts,
+            triton.next_power_of_2(num_experts), parts_PTE.shape[0] // inner, inner, top_k, num_warps=1,
+        )  # fmt: skip
+    return weights_TK, experts_TK
+
+
+def logits(x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] | None = None) -> torch.Tensor:
+    """`x W^T` [T, E] with the precision and the order of sums of `route`; for tests."""
+    parts_PTE, inner = _logits(x_TH, router_EH, plan)
+    total_TE = torch.zeros_like(parts_PTE[0])
+    for group in parts_PTE.split(inner):
+        of_group = torch.zeros_like(total_TE)
+        for part in group:
+            of_group += part
+        total_TE += of_group
+    return total_TE
+
+
+def _logits(x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] | None) -> tuple[torch.Tensor, int]:
+    """Partial sums float32 [parts, T, E], and how many of them make a group."""
+    num_rows, hidden = x_TH.shape
+    num_experts = router_EH.shape[0]
+    tile, span = plan or next((tile, span) for most, tile, span in PLANS if num_rows <= most)
+    per_group = triton.cdiv(triton.cdiv(hidden, SEGMENT), GROUPS)
+    segments, groups = {"segment": (1, 1), "group": (per_group, 1), "row": (per_group, GROUPS)}[span]
+    parts = GROUPS * per_group // (segments * groups)
+    parts_PTE = torch.empty(parts, num_rows, num_experts, dtype=torch.float32, device=x_TH.device)
+    _logits_kernel[(triton.cdiv(num_experts, 64), triton.cdiv(num_rows, tile.tokens), parts)](
+        x_TH, router_EH, parts_PTE, x_TH.stride(0), *router_EH.stride(), num_rows, num_experts, hidden, groups,
+        segments, SEGMENT, tile.tokens, tile.columns, num_warps=tile.warps, num_stages=tile.stages,
+    )  # fmt: skip
+    return parts_PTE, (per_group if span == "segment" else 1)
+
+
+@triton.jit
+def _logits_kernel(
+    x, router, parts, stride_x, stride_expert, stride_column, num_rows, num_experts, HIDDEN: tl.constexpr,
+    GROUPS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+):  # fmt: skip
+    """Experts are the rows of the matrix instruction: those operands come out of registers, where they are split."""
+    expert = tl.program_id(0) * 64 + tl.arange(0, 64)
+    row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    experts_there, rows_there = expert < num_experts, row < num_rows
+    first = tl.program_id(2) * (GROUPS * SEGMENTS * SEGMENT)
+    experts_at = router + expert[:, None] * stride_expert
+    rows_at = x + row[None, :].to(tl.int64) * stride_x
+    total = tl.zeros([64, TOKENS], tl.float32)
+    of_group = tl.zeros([64, TOKENS], tl.float32)
+    of_segment = tl.zeros([64, TOKENS], tl.float32)
+    STEPS: tl.constexpr = SEGMENT // COLUMNS
+    for step in range(GROUPS * SEGMENTS * STEPS):
+        column = first + step * COLUMNS + tl.arange(0, COLUMNS)
+        inside = column < HIDDEN
+        weight = tl.load(
+            experts_at + column[None, :] * stride_column, mask=experts_there[:, None] & inside[None, :], other=0.0
+        )
+        given = tl.load(rows_at + column[:, None], mask=rows_there[None, :] & inside[:, None], other=0.0)
+        of_segment = _product(weight, given, of_segment)
+        if step % STEPS == STEPS - 1:
+            of_group += of_segment
+            of_segment = tl.zeros([64, TOKENS], tl.float32)
+        if step % (STEPS * SEGMENTS) == STEPS * SEGMENTS - 1:
+            total += of_group
+            of_group = tl.zeros([64, TOKENS], tl.float32)
+    place = parts + tl.program_id(2).to(tl.int64) * num_rows * num_experts
+    place += row[None, :].to(tl.int64) * num_experts + expert[:, None]
+    tl.store(place, total, mask=experts_there[:, None] & rows_there[None, :])
+
+
+@triton.jit
+def _product(weight, given, total):
+    """`total + weight @ given` in float32 precision, small terms first."""
+    a0, a1, a2 = _thirds(weight)
+    if given.dtype == tl.bfloat16:
+        total = tl.dot(a2, given, total)
+        total = tl.dot(a1, given, total)
+        return tl.dot(a0, given, total)
+    else:
+        b0, b1, b2 = _thirds(given)
+        total = tl.dot(a2, b0, total)
+        total = tl.dot(a0, b2, total)
+        total = tl.dot(a1, b1, total)
+        total = tl.dot(a1, b0, total)
+        total = tl.dot(a0, b1, total)
+        return tl.dot(a0, b0, total)
+
+
+@triton.jit
+def _thirds(x):
+    """Three bfloat16 numbers whose sum is x: its 24 bits, eight at a time, by logic rather than by slow conversions."""
+    first = x.to(tl.int32, bitcast=True) & _UPPER_HALF
+    rest = x - first.to(tl.float32, bitcast=True)
+    second = rest.to(tl.int32, bitcast=True) & _UPPER_HALF
+    third = (rest - second.to(tl.float32, bitcast=True)).to(tl.int32, bitcast=True)
+    return _upper_half(first), _upper_half(second), _upper_half(third)
+
+
+@triton.jit
+def _upper_half(bits):
+    return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+
+
+@triton.jit
+def _choose_kernel(
+    parts, bias, weights, experts, num_rows, route_scale, NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr,
+    GROUPS: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64)
+    expert = tl.arange(0, TILE)
+    there = expert < NUM_EXPERTS
+    logit = tl.zeros([TILE], tl.float32)
+    for group in tl.static_range(GROUPS):
+        of_group = tl.zeros([TILE], tl.float32)
+        for part in tl.static_range(INNER):
+            start = parts + ((group * INNER + part) * num_rows.to(tl.int64) + row) * NUM_EXPERTS
+            of_group += tl.load(start + expert, mask=there, other=0.0)
+        logit += of_group
+    score = 1.0 / (1.0 + tl.exp(-logit))
+    biased = (score + tl.load(bias + expert, mask=there, other=0.0)).to(tl.int32, bitcast=True)
+    # Ordered like the floats. No float is the least integer, which marks what is chosen.
+    ordered = biased ^ ((biased >> 31) & 0x7FFFFFFF)
+    NOTHING: tl.constexpr = -0x80000000
+    ordered = tl.where(there, ordered, NOTHING)
+    for _ in tl.static_range(TOP_K):
+        best = tl.min(tl.where(ordered == tl.max(ordered, axis=0), expert, TILE), axis=0)
+        ordered = tl.where(expert == best, NOTHING, ordered)
+    chosen = there & (ordered == NOTHING)
+    score = tl.where(chosen, score, 0.0)
+    place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
+    tl.store(weights + place, score / (tl.sum(score, axis=0) + 1e-20) * route_scale, mask=chosen)
+    tl.store(experts + place, expert, mask=chosen)
