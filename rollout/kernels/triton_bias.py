@@ -101,7 +101,7 @@ def fill_ring(
     rows, r, table, first, p0, EXTENT: tl.constexpr, PADDING: tl.constexpr, KEYS: tl.constexpr,
     RING: tl.constexpr, PRECISION: tl.constexpr, SHARED: tl.constexpr,
 ):  # fmt: skip
-    """Compute columns `first` to `first + KEYS - 1` of all rows and put them into the ring; returns what was put.
+    """Compute columns `first` to `first + KEYS - 1` of all rows and put them into the ring.
 
     `r` [ROWS, 2 M] is laid out by parity; `rows` [ROWS] says where rows begin (`ring_rows`); `first` is a multiple of
     KEYS.
@@ -122,7 +122,6 @@ def fill_ring(
     else:
         tl.store(place, values)
     _meet(first, SHARED)
-    return values
 
 
 @triton.jit
@@ -131,15 +130,17 @@ def read_ring(
 ):  # fmt: skip
     """The biases of keys `first` to `first + KEYS - 1`, [ROWS, KEYS]; `shift` [ROWS] is `2 (i // 2)`.
 
-    `like` is any float16 tensor that has the layout wanted; it is not read.
+    `like` [ROWS] is any float32 tensor that lies as rows of scores do; only its layout is used.
     """
     UNIT: tl.constexpr = 2 if SHARED else 1
-    slot = (UNIT * (first - shift)[:, None] + UNIT * tl.arange(0, KEYS)[None, :]) & (UNIT * RING - 1)
-    place = rows[:, None] + slot
+    # Unmoved, or else every address becomes a variable of the loop: 16 registers and as many additions.
+    start = UNIT * (unmoved(first, SHARED) - shift)
+    place = rows[:, None] + ((start[:, None] + UNIT * tl.arange(0, KEYS)[None, :]) & (UNIT * RING - 1))
     if SHARED:
+        unread = tl.broadcast_to(like[:, None], place.shape).to(tl.float16)
         return tl.inline_asm_elementwise(
             "ld.shared.b32 $0, [$1];",
-            "=r,r,r,r", [place, like], dtype=tl.float16, is_pure=False, pack=2,
+            "=r,r,r,r", [place, unread], dtype=tl.float16, is_pure=False, pack=2,
         )  # fmt: skip
     else:
         return tl.load(place)

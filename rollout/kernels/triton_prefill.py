@@ -55,8 +55,8 @@ class Tiles(NamedTuple):
 def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
     """Shape of a launch. Predicted, see tests/benchmarks/prefill_gpu.py --sweep.
 
-    The ring is static shared memory, of which CUDA allows 48 KiB, and together with the pipeline's where that takes less
-    than 48 KiB: hence the small tiles of small heads and of heads that share keys with no other.
+    The ring is static shared memory, of which CUDA allows 48 KiB, and together with the pipeline's where that takes
+    less than 48 KiB: hence the small tiles of small heads and of heads that share keys with no other.
     """
     packed = 2 if group % 2 == 0 else 1
     if dtype == torch.float32:
@@ -128,6 +128,8 @@ def ring_sizes(tiles: Tiles, exact: bool) -> dict[str, Any]:
     shared = tiles.shared and not _INTERPRETED
     assert not shared or (tiles.positions * tiles.packed == 16 * tiles.warps and not exact)
     ring = 2 * max(tiles.positions, tiles.keys)
+    # Triton's own shared memory begins after the ring's, and the swizzles of its tiles count from multiples of 1 KiB.
+    assert not shared or tiles.positions * tiles.packed * (ring + 8) * 2 % 1024 == 0
     return {
         "POSITIONS": tiles.positions, "PACKED": tiles.packed, "KEYS": tiles.keys, "RING": ring, "PITCH": ring + 8,
         "PADDING": 2 * (tiles.positions + tiles.keys), "SHARED": shared,
@@ -267,17 +269,17 @@ def _all_tiles(
             if WINDOW:
                 scores = _masked(scores, first, p0, i, WINDOW, KEYS)
             state = _accumulate(state, scores, v, PRECISION)
-    for back in tl.static_range(RING // 2, 0, -KEYS):
+    for back in tl.static_range(RING // 2, -KEYS, -KEYS):
         fill_ring(rows, mixture, table, near - back, p0, EXTENT, PADDING, KEYS, RING, PRECISION, SHARED)
     page = _pages_of(pages, near, visible, end, PAGE, KEYS)
     for first in tl.range(near, end, KEYS):
-        k, v = _load_tile(
-            kv, page, first, visible, end, stride_block, stride_token, queries.shape[1], PAGE, KEYS, True
-        )
+        k, v = _load_tile(kv, page, first, visible, end, stride_block, stride_token, queries.shape[1], PAGE, KEYS, True)
         page = _pages_of(pages, first + KEYS, visible, end, PAGE, KEYS)
-        put = fill_ring(rows, mixture, table, first, p0, EXTENT, PADDING, KEYS, RING, PRECISION, SHARED)
-        bias = read_ring(rows, shift, put, first, KEYS, RING, SHARED)
+        bias = read_ring(rows, shift, state[1], first, KEYS, RING, SHARED)
         scores = product(queries, tl.trans(k), bias.to(tl.float32), PRECISION)
+        # The next tile's biases, now: moving them fills gaps of the softmax, and this tile's were read while the matrix
+        # unit still multiplied the values of the tile before.
+        fill_ring(rows, mixture, table, first + KEYS, p0, EXTENT, PADDING, KEYS, RING, PRECISION, SHARED)
         if (first + KEYS > p0 + 1) | (first < end - WINDOW if WINDOW else False):
             scores = _masked(scores, unmoved(first, SHARED), p0, i, WINDOW, KEYS)
         state = _accumulate(state, scores, v, PRECISION)
