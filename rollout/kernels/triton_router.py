@@ -181,7 +181,7 @@ def _choose_kernel(
     for group in tl.static_range(GROUPS):
         of_group = tl.zeros([TILE], tl.float32)
         for part in tl.static_range(INNER):
-            start = parts + ((group * INNER + part) * num_rows.to(tl.int64) + row) * NUM_EXPERTS
+            start = parts + ((group * INNER + part) * tl.cast(num_rows, tl.int64) + row) * NUM_EXPERTS
             of_group += tl.load(start + expert, mask=there, other=0.0)
         logit += of_group
     score = 1.0 / (1.0 + tl.exp(-logit))

@@ -89,7 +89,29 @@ def logits(index: int) -> tuple[Any, dict[str, Any], int, int]:
 
 CHOOSE = {"NUM_EXPERTS": 384, "TILE": 512, "GROUPS": 3, "INNER": 6, "TOP_K": 8}
 ACTIVATION = {"WIDTH": 2304, "GATE_CAP": 4.0, "UP_CAP": 25.0, "BLOCK": triton_activation.BLOCK}
+# Triton makes a constant of an argument that is 1, and of one that is None.
+ONE_ROW = dict.fromkeys(("num_rows", "num_blocks", "num_slots", "num_conv_slots", "num_kv_slots", "stride_table"), 1)
 KERNELS: dict[str, tuple[Any, dict[str, Any], int, int]] = {
+    "mix, one row, a block opens": (
+        triton_conv_mix._conv_mix_kernel,
+        {**conv_mix(1), **ONE_ROW, "residual": None},
+        triton_conv_mix.TILES[1].warps,
+        3,
+    ),
+    "preparation, one row": (
+        triton_preparation._prepare_kernel,
+        {**prepare(True), **ONE_ROW},
+        triton_preparation.WARPS,
+        3,
+    ),
+    "logits, one row": (logits(0)[0], {**logits(0)[1], **ONE_ROW}, *logits(0)[2:]),
+    "choice, one row": (triton_router._choose_kernel, {**CHOOSE, **ONE_ROW}, 1, 3),
+    "tap sources, one row": (
+        triton_taps._sources_kernel,
+        {"TOKENS_PER_BLOCK": 8, "TILE": 256, **ONE_ROW},
+        4,
+        3,
+    ),
     "mix, one output": (triton_conv_mix._conv_mix_kernel, conv_mix(1), triton_conv_mix.TILES[1].warps, 3),
     "mix, three outputs": (triton_conv_mix._conv_mix_kernel, conv_mix(3), triton_conv_mix.TILES[3].warps, 3),
     "preparation, sliding": (triton_preparation._prepare_kernel, prepare(False), triton_preparation.WARPS, 3),
@@ -109,6 +131,7 @@ def compiled(name: str) -> tuple[str, list[str], int]:
     kernel, constants, warps, stages = KERNELS[name]
     most = triton_conv_mix.TILES[constants["QUERIES"]].registers if name.startswith("mix") else None
     names = kernel.arg_names
+    constants = {n: value for n, value in constants.items() if n in names}
     signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in names}
     aligned = [
         n for n in names if signature[n] != "constexpr" and (signature[n][0] == "*" or "stride" in n or n in ALIGNED)
