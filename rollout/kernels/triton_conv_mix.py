@@ -43,8 +43,8 @@ class Tile(NamedTuple):
     registers: int | None = None
 
 
-# By the number of outputs: three need three times the registers for the mixtures, hence more threads.
-TILES = {1: Tile(512, 4, 2, False), 3: Tile(512, 8, 1, True, 128)}
+# By the number of outputs. With three, mixtures and queries do not both fit a thread's registers.
+TILES = {1: Tile(512, 4, 2, False), 3: Tile(512, 4, 2, True)}
 
 _NOWHERE = tl.constexpr(-1e9)  # score of a source that is not there; its weight is 0
 

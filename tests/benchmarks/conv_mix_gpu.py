@@ -37,8 +37,8 @@ TILE_SWEEP = {
         Tile(1024, 8, 4, False), Tile(1024, 16, 4, False), Tile(512, 8, 2, False),
     ),
     3: (
-        Tile(512, 8, 1, True, 128), Tile(1024, 8, 1, True, 128), Tile(1024, 8, 2, True), Tile(512, 4, 1, False),
-        Tile(1024, 16, 1, True, 64), Tile(1024, 16, 2, False),
+        Tile(512, 4, 1, True), Tile(512, 4, 2, True), Tile(512, 8, 1, True, 128), Tile(1024, 8, 1, True, 128),
+        Tile(1024, 8, 2, True), Tile(1024, 16, 2, False),
     ),
 }  # fmt: skip
 

@@ -181,7 +181,7 @@ def test_everything_stays_in_registers(name: str) -> None:
 
 @needs_tools
 @pytest.mark.parametrize(("name", "bits"), [
-    ("mix, one output", 64), ("mix, three outputs", 32), ("preparation, sliding", 128), ("preparation, full", 128),
+    ("mix, one output", 64), ("mix, three outputs", 64), ("preparation, sliding", 128), ("preparation, full", 128),
     ("activation", 128),
 ])  # fmt: skip
 def test_activations_move_in_wide_pieces(name: str, bits: int) -> None:
