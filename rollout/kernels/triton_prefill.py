@@ -114,7 +114,7 @@ def attention(
         batch.block_table.stride(0),
         HEADS=num_heads, GROUP=num_heads // kv_heads, DIM=head_dim, REL=rel, EXTENT=extent, WINDOW=window or 0,
         PAGE=kv_BKNC.shape[2], LOG_SCALING=log_scaling is not None and q_scale_ND is not None,
-        # A ring in global memory and a pipeline of loads do not go together: biases would be loaded before they are there.
+        # With the ring in global memory a pipeline of loads would read biases before they are there.
         **sizes, num_warps=tiles.warps, num_stages=tiles.stages if sizes["SHARED"] else 1,
     )  # fmt: skip
     return out_TC
