@@ -31,7 +31,7 @@ FULL = Case(
 )  # fmt: skip
 SLIDING = replace(FULL, window=1024, log_scaling=None)
 ROWS: dict[str, tuple[Case, float | None]] = {
-    # name: case, microseconds that the issue asks for
+    # name: case, microseconds that we ask for
     "decode, 100K, batch 1": (replace(FULL, step=((102399, 1),)), 130),
     "verify 8, 100K, batch 1": (replace(FULL, step=((102392, 8),)), 160),
     "decode, 32K, batch 8": (replace(FULL, step=((32767, 1),) * 8), 330),
@@ -165,7 +165,7 @@ def kernel_times(inputs: Inputs) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="every launch shape on every row of the issue")
+    parser.add_argument("--sweep", action="store_true", help="every launch shape on every row that has a target")
     parser.add_argument("--no-alternative", action="store_true")
     arguments = parser.parse_args()
     began = time.monotonic()

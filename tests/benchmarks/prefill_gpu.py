@@ -33,7 +33,7 @@ FULL = Case(
 )  # fmt: skip
 SLIDING = replace(FULL, window=1024, log_scaling=None, page=16, layers_per_page=5)
 ROWS: dict[str, tuple[Case, float | None]] = {
-    # name: case, TFLOP/s that the issue asks for
+    # name: case, TFLOP/s that we ask for
     "8K, window 1024": (SLIDING, 350),
     "8K, full": (FULL, 400),
     "8K, window 1024, prepared": (replace(SLIDING, prepared=True), None),
@@ -131,7 +131,7 @@ def kernel_times(inputs: Inputs) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sweep", action="store_true", help="every launch shape on the rows of the issue")
+    parser.add_argument("--sweep", action="store_true", help="every launch shape on the rows that have a target")
     parser.add_argument("--no-alternative", action="store_true")
     arguments = parser.parse_args()
     began = time.monotonic()
