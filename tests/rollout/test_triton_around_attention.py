@@ -37,11 +37,11 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HERE = Path(__file__).parent
 
 
-@pytest.mark.parametrize("noun", ["conv_mix", "preparation", "router", "activation"])
-def test_parity_under_the_interpreter(noun: str) -> None:
-    command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{HERE}/test_triton_{noun}.py"]
+def test_parity_under_the_interpreter() -> None:
+    files = [f"{HERE}/test_triton_{noun}.py" for noun in ("conv_mix", "preparation", "router", "activation")]
     run = subprocess.run(
-        command, check=False, capture_output=True, text=True, cwd=HERE.parents[1],
+        [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
+        check=False, capture_output=True, text=True, cwd=HERE.parents[1],
         env=os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert run.returncode == 0 and "skipped" not in run.stdout, run.stdout[-4000:] + run.stderr[-2000:]
@@ -172,8 +172,13 @@ def loop(sass: list[str]) -> list[str]:
 needs_tools = pytest.mark.skipif(not (TOOLS / "nvdisasm").exists(), reason="this Triton brings no disassembler")
 
 
+# Half a minute of the compiler's time for the two largest.
+LONG = pytest.mark.slow
+NAMES = [pytest.param(name, marks=LONG) if "mix, three" in name or "mix, one row" in name else name for name in KERNELS]
+
+
 @needs_tools
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", NAMES)
 def test_everything_stays_in_registers(name: str) -> None:
     _, sass, _ = compiled(name)
     assert not [line for line in sass if re.search(r"\b(LDL|STL)\b", line)]
@@ -181,8 +186,8 @@ def test_everything_stays_in_registers(name: str) -> None:
 
 @needs_tools
 @pytest.mark.parametrize(("name", "bits"), [
-    ("mix, one output", 64), ("mix, three outputs", 64), ("preparation, sliding", 128), ("preparation, full", 128),
-    ("activation", 128),
+    ("mix, one output", 64), pytest.param("mix, three outputs", 64, marks=LONG), ("preparation, sliding", 128),
+    ("preparation, full", 128), ("activation", 128),
 ])  # fmt: skip
 def test_activations_move_in_wide_pieces(name: str, bits: int) -> None:
     """A warp's accesses are whole lines of 128 bytes either way; wider ones are fewer instructions."""

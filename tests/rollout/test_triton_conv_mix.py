@@ -36,7 +36,7 @@ def test_tap_sources_of_a_request_longer_than_a_tile() -> None:
     ],
 )
 def test_conv_mix(dtype: torch.dtype, blocks: int, queries: int, residual: bool) -> None:
-    cases.check_conv_mix("cpu", dtype, blocks, queries, residual=residual)
+    cases.check_conv_mix("cpu", dtype, blocks, queries, hidden=64, residual=residual, step=((0, 2), (7, 1), (2, 3)))
 
 
 def test_conv_mix_of_two_dtypes() -> None:
@@ -48,7 +48,7 @@ def test_conv_mix_of_an_odd_width_in_one_piece() -> None:
 
 
 def test_a_row_of_conv_mix_does_not_depend_on_its_chunk() -> None:
-    cases.check_conv_mix_chunks("cpu", torch.bfloat16, 96, cases.TINY_TILE)
+    cases.check_conv_mix_chunks("cpu", torch.bfloat16, 64, cases.TINY_TILE)
 
 
 @pytest.mark.parametrize("queries", [1, 3])
