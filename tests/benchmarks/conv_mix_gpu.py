@@ -32,7 +32,7 @@ FEW = 256
 
 TILE_SWEEP = {
     1: (
-        Tile(512, 4, 1, False), Tile(512, 4, 2, False), Tile(512, 4, 1, True, 128), Tile(512, 4, 4, False),
+        Tile(512, 4, 1, False), Tile(512, 4, 2, True, 168), Tile(512, 4, 1, True, 128), Tile(512, 4, 4, False),
         Tile(1024, 4, 1, False), Tile(1024, 4, 2, False), Tile(1024, 8, 1, False), Tile(1024, 8, 2, False),
         Tile(1024, 8, 4, False), Tile(1024, 16, 4, False), Tile(512, 8, 2, False),
     ),
