@@ -2,8 +2,8 @@
 
 Elementwise, so bound by memory: 6 bytes per output in bfloat16, which leaves an H200 40 instructions and 5 special
 functions per output. Hence one exponential for both functions of the gate where the cap is 4, one for the up half,
-and one reciprocal for all three quotients. Float32 inside, relative errors below 2e-6 everywhere: near zero, where
-`1 - exp` cancels, tanh is a polynomial.
+and one reciprocal for all three quotients. Float32 inside; relative errors below 1e-5, and absolute ones of 1e-15
+where the gate is below -40.
 """
 
 from __future__ import annotations
@@ -12,10 +12,14 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = 1024, 4
+BLOCK, WARPS = 2048, 4
 
-_SMALL = tl.constexpr(0.1)
-_SIGN = tl.constexpr(-0x80000000)
+# 1 - 2^y = -(y ln 2) (1 + (y ln 2) / 2 + ...) for small y, where the difference would cancel.
+_SMALL = tl.constexpr(0.09)
+_SERIES_1 = tl.constexpr(-0.6931471805599453)
+_SERIES_2 = tl.constexpr(-0.24022650695910072)
+_SERIES_3 = tl.constexpr(-0.05550410866482158)
+_SERIES_4 = tl.constexpr(-0.009618129107628477)
 _INTERPRETED = tl.constexpr(triton.knobs.runtime.interpret)
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -60,27 +64,25 @@ def _activation_kernel(
 
 @triton.jit
 def situ(gate, up, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr):
-    """`c tanh(g / c) sigmoid(g) * d tanh(u / d)`, float32."""
-    gate_tanh, gate_below, gate_decay = _tanh_quotient(tl.abs(gate), GATE_CAP)
-    up_tanh, up_below, _ = _tanh_quotient(tl.abs(up), UP_CAP)
+    """`c tanh(g / c) sigmoid(g) * d tanh(u / d)`, float32; c d times the product of three quotients."""
+    # The limits keep the product of the denominators finite; tanh is -1 there, and the sigmoid 1e-18.
+    gate_above, gate_decay = _tanh(gate, GATE_CAP, 30.0)
+    up_above, up_decay = _tanh(up, UP_CAP, 24.0)
     if GATE_CAP == 4.0:
-        decay = gate_decay * gate_decay  # exp(-|g|)
+        decay = gate_decay * gate_decay  # exp(-g)
     else:
-        decay = _exp2(tl.abs(gate) * -_LOG2_E)
-    above = gate_tanh * up_tanh * tl.where(gate < 0.0, decay, 1.0) * (GATE_CAP * UP_CAP)
-    value = above * _reciprocal(gate_below * up_below * (1.0 + decay))
-    sign = (gate.to(tl.int32, bitcast=True) ^ up.to(tl.int32, bitcast=True)) & _SIGN
-    return (value.to(tl.int32, bitcast=True) ^ sign).to(tl.float32, bitcast=True)
+        decay = _exp2(tl.minimum(gate * -_LOG2_E, 60.0, propagate_nan=tl.PropagateNan.ALL))
+    scaled = up_decay * (1.0 / (GATE_CAP * UP_CAP)) + 1.0 / (GATE_CAP * UP_CAP)
+    return gate_above * up_above * _reciprocal((1.0 + gate_decay) * scaled * (1.0 + decay))
 
 
 @triton.jit
-def _tanh_quotient(x, CAP: tl.constexpr):
-    """`tanh(x / CAP)` for x >= 0 as numerator and denominator (between 1 and 2), and `exp(-2 x / CAP)`."""
-    decay = _exp2(x * (-2.0 * _LOG2_E / CAP))
-    z = x * (1.0 / CAP)
-    square = z * z
-    series = z * (1.0 + square * (-1.0 / 3.0 + square * (2.0 / 15.0)))
-    return tl.where(z < _SMALL, series * (1.0 + decay), 1.0 - decay), 1.0 + decay, decay
+def _tanh(x, CAP: tl.constexpr, LIMIT: tl.constexpr):
+    """`1 - e` and `e = exp(-2 x / CAP)`, whose quotient with `1 + e` is `tanh(x / CAP)`."""
+    y = tl.minimum(x * (-2.0 * _LOG2_E / CAP), LIMIT, propagate_nan=tl.PropagateNan.ALL)
+    decay = _exp2(y)
+    near = y * (_SERIES_1 + y * (_SERIES_2 + y * (_SERIES_3 + y * _SERIES_4)))
+    return tl.where(tl.abs(y) < _SMALL, near, 1.0 - decay), decay
 
 
 # What follows are single instructions: Triton's own functions take four each, for subnormal numbers.

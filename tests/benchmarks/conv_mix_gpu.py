@@ -197,9 +197,9 @@ def activation_works(sweep: bool) -> Iterator[Work]:
     compiled = torch.compile(lambda x: composed.expert_activation(x, 4.0, 25.0).to(x.dtype), dynamic=False)
     for rows in (8192 * TOP_K, 64):
         x = torch.randn(rows, 2 * WIDTH, device="cuda").bfloat16()
-        run = lambda block=1024, warps=4, x=x: triton_activation.expert_activation(x, 4.0, 25.0, None, block, warps)
+        run = lambda block=2048, warps=4, x=x: triton_activation.expert_activation(x, 4.0, 25.0, None, block, warps)
         yield Work("expert activation", rows, 6.0 * rows * WIDTH, run, lambda x=x: compiled(x))
-        for block, warps in ((512, 2), (2048, 4), (2048, 8), (4096, 8)) if sweep else ():
+        for block, warps in ((1024, 2), (1024, 4), (2048, 8), (4096, 8)) if sweep else ():
             name = f"  {(block, warps)}"
             yield Work(name, rows, 6.0 * rows * WIDTH, lambda b=block, w=warps, run=run: run(b, w), None)
 
