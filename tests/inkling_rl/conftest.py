@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from inkling_rl.checkpoint.convert import convert
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.checkpoint.tiny import write_tiny
 
@@ -21,6 +22,14 @@ def tiny_path(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def tiny(tiny_path: Path) -> Checkpoint:
     return Checkpoint.open(tiny_path)
+
+
+@pytest.fixture(scope="session")
+def export(tiny_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Read-only BF16 export of the tiny checkpoint."""
+    path = tmp_path_factory.mktemp("convert") / "bf16"
+    convert(tiny_path, path, "bf16", check=True)
+    return path
 
 
 @pytest.fixture(scope="session")
