@@ -16,6 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from inkling_rl import native
 from inkling_rl.formats import ExpertFormat, marlin, mixed
 from inkling_rl.formats.errors import FormatError
 from inkling_rl.formats.kernels import cpu_marlin, torch_marlin
@@ -48,11 +49,21 @@ def assert_same(got: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tens
             assert torch.equal(got[key], tensor), key
 
 
+def skip_without_compiler() -> None:
+    try:
+        native.find_compiler()
+    except native.BuildError as error:
+        pytest.skip(str(error))
+    if os.environ.get(native.KERNELS_ENV) == "torch":
+        pytest.skip(f"{native.KERNELS_ENV}=torch")
+
+
 def implementation(name: str) -> MarlinKernels:
     if name == "torch":
         return torch_marlin
     if cpu_marlin.functions() is None:
-        pytest.skip("no C++ compiler")
+        skip_without_compiler()
+        pytest.fail("there is a C++ compiler, and Marlin's kernels did not build")
     return cpu_marlin
 
 

@@ -37,9 +37,10 @@ def probe(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
     (folder / "probe.cpp").write_text(PROBE)
     library = native.NativeLibrary(f"probe_{folder.name}", folder / "probe.cpp", "The probe", "The test is skipped")
     try:
-        path = library.build()
+        native.find_compiler()
     except native.BuildError as error:
         pytest.skip(str(error))
+    path = library.build()
     loaded = ctypes.CDLL(str(path))
     Path(path).unlink()  # mapped; the cache is the user's
     return loaded
