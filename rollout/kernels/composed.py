@@ -17,6 +17,9 @@ def tap_sources(batch: PagedBatch, num_rows: int, tokens_per_block: int) -> torc
     A row of this step by its number; a slot of the paged state as `-2 - slot`; -1 for a position before the request's
     first. A slot that this step fills is named by the row that fills it.
     """
+    device = batch.slots.device
+    parts = (batch.query_start, batch.seq_lens, batch.block_table, batch.slots)
+    batch = PagedBatch(*(part.cpu() for part in parts))
     filled = {slot: row for row, slot in enumerate(batch.slots[:num_rows].tolist()) if slot >= 0}
     sources = torch.full((num_rows, 3), -1, dtype=torch.int64)
     for request in batch.requests():
@@ -28,7 +31,7 @@ def tap_sources(batch: PagedBatch, num_rows: int, tokens_per_block: int) -> torc
                 elif position >= 0:
                     slot = int(batch.slots_of(request.request, torch.tensor([position]), tokens_per_block))
                     sources[row, lag - 1] = filled.get(slot, -2 - slot)
-    return sources.to(batch.slots.device)
+    return sources.to(device)
 
 
 def conv_mix(

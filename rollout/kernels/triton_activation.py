@@ -39,9 +39,11 @@ def expert_activation(
     assert gate_up_TC.stride(1) == 1 and out_TI.is_contiguous() and out_TI.shape == (num_rows, width)
     assert width % 8 == 0 and block % 8 == 0
     if num_rows:
-        _activation_kernel[(triton.cdiv(num_rows * width, block),)](
-            gate_up_TC, out_TI, gate_up_TC.stride(0), num_rows * width, width, gate_cap, up_cap, block, num_warps=warps
-        )
+        with torch.cuda.device_of(gate_up_TC):
+            _activation_kernel[(triton.cdiv(num_rows * width, block),)](
+                gate_up_TC, out_TI, gate_up_TC.stride(0), num_rows * width, width, gate_cap, up_cap, block,
+                num_warps=warps,
+            )  # fmt: skip
     return out_TI
 
 

@@ -90,18 +90,20 @@ def conv_mix(
     if num_rows == 0:
         return
     taps_LH = weight[:, 0].t()
-    _conv_mix_kernel[(num_rows,)](
-        x_TH, state_BNC, sources_TL, slots_T, taps_LH, residual_TH, blocks_STH, queries_QH, weights_QH, running_TH,
-        out_QTH, x_TH.stride(0), *state_BNC.stride()[:2], *taps_LH.stride(),
-        0 if residual_TH is None else residual_TH.stride(0), *blocks_STH.stride()[:2], running_TH.stride(0),
-        *out_QTH.stride()[:2], slots_T.shape[0], blocks_STH.shape[0], 1.0 / hidden,
-        math.log2(math.e) / math.sqrt(hidden), 1.0 / math.sqrt(5.0), mix_eps, norm_eps, state_BNC.shape[1], hidden,
-        min(tile.block, triton.next_power_of_2(hidden)), out_QTH.shape[0], tile.batch, tile.reload,
-        num_warps=tile.warps, maxnreg=tile.registers,
-    )  # fmt: skip
+    with torch.cuda.device_of(x_TH):
+        _conv_mix_kernel[(num_rows,)](
+            x_TH, state_BNC, sources_TL, slots_T, taps_LH, residual_TH, blocks_STH, queries_QH, weights_QH, running_TH,
+            out_QTH, x_TH.stride(0), *state_BNC.stride()[:2], *taps_LH.stride(),
+            0 if residual_TH is None else residual_TH.stride(0), *blocks_STH.stride()[:2], running_TH.stride(0),
+            *out_QTH.stride()[:2], slots_T.shape[0], blocks_STH.shape[0], 1.0 / hidden,
+            math.log2(math.e) / math.sqrt(hidden), 1.0 / math.sqrt(5.0), mix_eps, norm_eps, state_BNC.shape[1], hidden,
+            min(tile.block, triton.next_power_of_2(hidden)), out_QTH.shape[0], tile.batch, tile.reload,
+            num_warps=tile.warps, maxnreg=tile.registers,
+        )  # fmt: skip
 
 
-@triton.jit
+# Else the compiler would make other code, at seconds each, for 1 row and for multiples of 16.
+@triton.jit(do_not_specialize=["num_slots", "num_blocks"])
 def _conv_mix_kernel(
     x, state, sources, slots, taps, residual, blocks, queries, weights, running, out, stride_x, stride_block,
     stride_token, stride_lag, stride_tap, stride_residual, stride_source, stride_row, stride_running, stride_query,

@@ -77,19 +77,20 @@ def prepare(
     assert k_taps.stride() == v_taps.stride() and k_taps.shape == (4, channels)
     heads = max(1, min(triton.next_power_of_2(num_heads), elements // head_dim))
     alpha, floor = log_scaling or (0.0, 1)
-    _prepare_kernel[(num_rows, 3 + triton.cdiv(num_heads, heads))](
-        q_TC, k_TC, v_TC, r_TC, q_scale_ND, r_scale_NM, k_taps, v_taps, k_dynamic_TKL, v_dynamic_TKL, state_BNC,
-        sources_TL, conv_slots_T, kv_BKNC, kv_slots_T, positions_T, q_out_TND, r_out_TNM,
-        q_TC.stride(0), k_TC.stride(0), v_TC.stride(0), r_TC.stride(0), *k_taps.stride(), *state_BNC.stride()[:2],
-        *kv_BKNC.stride()[:3], q_out_TND.stride(0), r_out_TNM.stride(0), conv_slots_T.shape[0], kv_slots_T.shape[0],
-        q_clip, r_clip, 1.0 / head_dim, norm_eps, alpha, 1.0 / floor,
-        1.0 / math.sqrt(9.0 if dynamic else 5.0), state_BNC.shape[1], kv_BKNC.shape[2], num_heads, num_kv_heads,
-        head_dim, d_rel, heads, triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(num_heads),
-        log_scaling is not None, num_warps=warps,
-    )  # fmt: skip
+    with torch.cuda.device_of(q_TC):
+        _prepare_kernel[(num_rows, 3 + triton.cdiv(num_heads, heads))](
+            q_TC, k_TC, v_TC, r_TC, q_scale_ND, r_scale_NM, k_taps, v_taps, k_dynamic_TKL, v_dynamic_TKL, state_BNC,
+            sources_TL, conv_slots_T, kv_BKNC, kv_slots_T, positions_T, q_out_TND, r_out_TNM,
+            q_TC.stride(0), k_TC.stride(0), v_TC.stride(0), r_TC.stride(0), *k_taps.stride(), *state_BNC.stride()[:2],
+            *kv_BKNC.stride()[:3], q_out_TND.stride(0), r_out_TNM.stride(0), conv_slots_T.shape[0], kv_slots_T.shape[0],
+            q_clip, r_clip, 1.0 / head_dim, norm_eps, alpha, 1.0 / floor,
+            1.0 / math.sqrt(9.0 if dynamic else 5.0), state_BNC.shape[1], kv_BKNC.shape[2], num_heads, num_kv_heads,
+            head_dim, d_rel, heads, triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(num_heads),
+            log_scaling is not None, num_warps=warps,
+        )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_conv_slots", "num_kv_slots"])
 def _prepare_kernel(
     q, k, v, r, q_scale, r_scale, k_taps, v_taps, k_dynamic, v_dynamic, state, sources, conv_slots, kv, kv_slots,
     positions, q_out, r_out, stride_q, stride_k, stride_v, stride_r, stride_lag, stride_tap, stride_conv_block,

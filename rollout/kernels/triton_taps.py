@@ -17,6 +17,9 @@ from rollout.kernels.paged import PagedBatch
 LAGS = 3
 """Earlier inputs of a row: taps minus the current one."""
 
+TILE = 512
+"""Rows that a program looks at in one step."""
+
 
 def tap_sources(
     batch: PagedBatch, num_rows: int, tokens_per_block: int, out_TL: torch.Tensor | None = None
@@ -31,14 +34,17 @@ def tap_sources(
         out_TL = torch.empty(num_rows, LAGS, dtype=torch.int64, device=device)
     assert out_TL.shape == (num_rows, LAGS) and out_TL.is_contiguous() and batch.block_table.stride(1) == 1
     out_TL.fill_(-1)
-    _sources_kernel[(batch.seq_lens.shape[0],)](
-        batch.query_start, batch.seq_lens, batch.block_table, batch.slots, out_TL, batch.block_table.stride(0),
-        min(num_rows, batch.slots.shape[0]), tokens_per_block, 256, num_warps=4,
-    )  # fmt: skip
+    requests = batch.seq_lens.shape[0]
+    if requests and num_rows:
+        with torch.cuda.device_of(out_TL):
+            _sources_kernel[(requests,)](
+                batch.query_start, batch.seq_lens, batch.block_table, batch.slots, out_TL, batch.block_table.stride(0),
+                min(num_rows, batch.slots.shape[0]), tokens_per_block, TILE, num_warps=4,
+            )  # fmt: skip
     return out_TL
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_slots", "stride_table"])
 def _sources_kernel(
     query_start, seq_lens, block_table, slots, out, stride_table, num_slots, TOKENS_PER_BLOCK: tl.constexpr,
     TILE: tl.constexpr,
@@ -52,23 +58,38 @@ def _sources_kernel(
             tl.store(
                 out + row.to(tl.int64) * 3 + lag - 1, (row - lag).to(tl.int64), mask=(row - lag >= first) & (row < last)
             )
-    if last > first:
-        for back in tl.static_range(1, 4):
-            position = start - back
-            if position >= 0:
-                block = tl.load(block_table + request.to(tl.int64) * stride_table + position // TOKENS_PER_BLOCK)
-                slot = block.to(tl.int64) * TOKENS_PER_BLOCK + position % TOKENS_PER_BLOCK
-                found = tl.full([TILE], -1, tl.int32)
-                for begin in range(0, num_slots, TILE):
-                    row = begin + tl.arange(0, TILE)
-                    same = tl.load(slots + row, mask=row < num_slots, other=-1) == slot
-                    found = tl.where(same, row, found)
-                written = tl.max(found, axis=0)
-                source = tl.where(written >= 0, written.to(tl.int64), -2 - slot)
-                # The state's position `start - back` is the tap of lag `back + i` of the request's row i.
-                for i in tl.static_range(0, 4 - back):
-                    if first + i < last:
-                        tl.store(out + (first + i).to(tl.int64) * 3 + back + i - 1, source)
+    if (last > first) & (start > 0):
+        table = block_table + request.to(tl.int64) * stride_table
+        slot_1 = _slot(table, start - 1, TOKENS_PER_BLOCK)
+        slot_2 = _slot(table, start - 2, TOKENS_PER_BLOCK)
+        slot_3 = _slot(table, start - 3, TOKENS_PER_BLOCK)
+        row_1 = tl.full([TILE], -1, tl.int32)
+        row_2, row_3 = row_1, row_1
+        for begin in range(0, num_slots, TILE):
+            row = begin + tl.arange(0, TILE)
+            filled = tl.load(slots + row, mask=row < num_slots, other=-1)
+            row_1 = tl.where(filled == slot_1, row, row_1)
+            row_2 = tl.where(filled == slot_2, row, row_2)
+            row_3 = tl.where(filled == slot_3, row, row_3)
+        _store_source(out, first, last, start, 1, tl.max(row_1, axis=0), slot_1)
+        _store_source(out, first, last, start, 2, tl.max(row_2, axis=0), slot_2)
+        _store_source(out, first, last, start, 3, tl.max(row_3, axis=0), slot_3)
+
+
+@triton.jit
+def _slot(table, position, TOKENS_PER_BLOCK: tl.constexpr):
+    """Slot of a position; -2, which no row fills, of a negative one."""
+    block = tl.load(table + position // TOKENS_PER_BLOCK, mask=position >= 0, other=0)
+    return tl.where(position >= 0, block.to(tl.int64) * TOKENS_PER_BLOCK + position % TOKENS_PER_BLOCK, -2)
+
+
+@triton.jit
+def _store_source(out, first, last, start, back: tl.constexpr, written, slot):
+    """The state's position `start - back` is the tap of lag `back + i` of the request's row i."""
+    source = tl.where(written >= 0, written.to(tl.int64), -2 - slot)
+    for i in tl.static_range(0, 4 - back):
+        place = out + (first + i).to(tl.int64) * 3 + back + i - 1
+        tl.store(place, source, mask=(first + i < last) & (start >= back))
 
 
 @triton.jit

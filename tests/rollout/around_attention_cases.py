@@ -23,8 +23,10 @@ Step = Sequence[tuple[int, int]]
 STEP: Step = ((0, 2), (7, 1), (1, 1), (2, 3), (31, 2))
 
 
-def rand(*shape: int, seed: int = 0) -> torch.Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed + sum(shape)))
+def rand(*shape: int, seed: int = 0, device: str = "cpu") -> torch.Tensor:
+    """Drawn on the device: a CPU needs minutes for what a GPU is tested with."""
+    generator = torch.Generator(device=device).manual_seed(seed + sum(shape))
+    return torch.randn(shape, generator=generator, device=device)
 
 
 def rows_in(step: Step) -> int:
@@ -81,14 +83,16 @@ class ConvMixCase:
         state_dtype: torch.dtype | None = None,
     ) -> None:
         rows = rows_in(step)
-        make = lambda *shape, seed: rand(*shape, seed=seed).to(device)
+        make = lambda *shape, seed: rand(*shape, seed=seed, device=device)
         self.batch = make_batch(step, 4, device)
         self.pool = make(num_blocks(step, 4), 4, hidden + 16, seed=1).to(state_dtype or dtype)
         self.pool[0] = math.nan  # the null block is never to be read
         self.x, self.hidden = make(rows, hidden, seed=2).to(dtype), hidden
         self.weight = make(4, hidden, seed=3).t()[:, None]
         self.residual = make(rows, hidden, seed=4).to(dtype) if residual else None
-        self.blocks = make(blocks, rows, hidden, seed=5).to(dtype)
+        self.blocks = torch.empty(blocks, rows, hidden, dtype=dtype, device=device)
+        for index, block in enumerate(self.blocks):  # one by one: in float32 all of them may be ten gigabytes
+            block.copy_(make(rows, hidden, seed=5 + 10 * index))
         if blocks:
             self.blocks[0] *= 1e3
             self.blocks[0, 1:2] = 0.0  # a source without a direction
@@ -152,14 +156,15 @@ def check_conv_mix(
     case = ConvMixCase(step, hidden, blocks, queries, residual, dtype, device)
     running, out, pool = case.run(tile)
     expected_pool = case.pool.clone()
-    expected, _ = composed.conv_mix(
-        case.x, case.state(expected_pool), case.batch, case.weight, case.residual, case.blocks, case.queries,
-        case.weights, 1e-6, 1e-6, torch.float32,
-    )  # fmt: skip
+    expected = reference.short_conv(
+        case.x, case.state(expected_pool), case.batch, case.weight, residual_TC=case.residual
+    )
     assert relative_error(running, expected) < tolerance(running)
-    # From the stored running block, so that a rounding that fell the other way does not count twice.
-    mixed = reference.mix_norm(case.blocks, running, case.queries, case.weights, 1e-6, 1e-6)
-    assert relative_error(out, mixed) < tolerance(out)
+    for first in range(0, running.shape[0], 8192):  # the reference holds all sources in float32, several times
+        rows = slice(first, first + 8192)
+        # From the stored running block, so that a rounding that fell the other way does not count twice.
+        mixed = reference.mix_norm(case.blocks[:, rows], running[rows], case.queries, case.weights, 1e-6, 1e-6)
+        assert relative_error(out[:, rows], mixed) < tolerance(out)
     torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
     again = case.run(tile, in_place=True)
     assert all(torch.equal(a, b) for a, b in zip((running, out), again[:2], strict=True))
@@ -204,7 +209,7 @@ def check_prepare(
 ) -> None:  # fmt: skip
     (num_heads, kv_heads), rel_dim, rows = heads, 16, rows_in(step)
     channels = kv_heads * head_dim
-    make = lambda *shape, seed: rand(*shape, seed=seed).to(device)
+    make = lambda *shape, seed: rand(*shape, seed=seed, device=device)
     conv, paged = make_batch(step, 4, device), make_batch(step, 16, device, seed=5)
     # One projection for all, as a fused weight would give: rows lie apart.
     widths = (num_heads * head_dim, channels, channels, num_heads * rel_dim)
@@ -243,12 +248,13 @@ def check_prepare(
 
 
 def check_route(device: str, dtype: torch.dtype, rows: int, experts: int, top_k: int, hidden: int) -> None:
-    x = (rand(rows, hidden) * torch.logspace(-3, 2, rows)[:, None]).to(device, dtype)
-    router, bias = rand(experts, hidden, seed=1).to(device) * 0.2, rand(experts, seed=2).to(device) * 0.1
+    x = (rand(rows, hidden, device=device) * torch.logspace(-3, 2, rows, device=device)[:, None]).to(dtype)
+    router, bias = rand(experts, hidden, seed=1, device=device) * 0.2, rand(experts, seed=2, device=device) * 0.1
     logits = triton_router.logits(x, router)
     # Also of the worst row: every row has its own scale.
     exact = x.double() @ router.double().t()
-    assert float(((logits - exact).norm(dim=1) / exact.norm(dim=1)).max()) < 1e-6
+    worst_row = float(((logits - exact).norm(dim=1) / exact.norm(dim=1)).max())
+    assert worst_row < 5e-7, worst_row
     weights, chosen = triton_router.route(x, router, bias, top_k, 8.0)
     expected_weights, expected = composed.route(logits, bias, top_k, 8.0)
     same = (chosen == expected).all(1)
@@ -265,7 +271,7 @@ def check_route_plans(device: str, dtype: torch.dtype, rows: int, experts: int, 
 
     On a GPU; the interpreter's products come out of a library that does not promise it.
     """
-    x, router = rand(rows, hidden).to(device, dtype), rand(experts, hidden, seed=1).to(device)
+    x, router = rand(rows, hidden, device=device).to(dtype), rand(experts, hidden, seed=1, device=device)
     results = [triton_router.logits(x, router, (tile, span)) for _, tile, span in triton_router.PLANS]
     results = [result[-1] for result in results] + [triton_router.logits(x[-1:], router)[0]]
     if device == "cpu":
@@ -276,7 +282,7 @@ def check_route_plans(device: str, dtype: torch.dtype, rows: int, experts: int, 
 
 def check_route_ties(device: str) -> None:
     """Ties go to the lower number; the bias selects and does not weigh."""
-    x, router, bias = rand(3, 128).to(device), torch.zeros(16, 128, device=device), torch.zeros(16, device=device)
+    x, router, bias = rand(3, 128, device=device), torch.zeros(16, 128, device=device), torch.zeros(16, device=device)
     weights, chosen = triton_router.route(x, router, bias, 4, 8.0)
     assert chosen.tolist() == [[0, 1, 2, 3]] * 3 and weights.tolist() == [[2.0] * 4] * 3
     bias[9], bias[0] = 1.0, -1.0
@@ -285,7 +291,7 @@ def check_route_ties(device: str) -> None:
 
 
 def check_activation(device: str, dtype: torch.dtype, rows: int, width: int) -> None:
-    x = (rand(rows, 2 * width + 8) * 5).to(device, dtype)[:, : 2 * width]
+    x = (rand(rows, 2 * width + 8, device=device) * 5).to(dtype)[:, : 2 * width]
     special = [
         0.0,
         -0.0,

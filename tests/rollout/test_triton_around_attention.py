@@ -82,7 +82,7 @@ def logits(index: int) -> tuple[Any, dict[str, Any], int, int]:
     groups, segments = {"segment": (1, 1), "group": (1, 6), "row": (3, 6)}[span]
     constants = {
         "HIDDEN": 4608, "GROUPS": groups, "SEGMENTS": segments, "SEGMENT": triton_router.SEGMENT, "stride_column": 1,
-        "TOKENS": tile.tokens, "COLUMNS": tile.columns,
+        "TOKENS": tile.tokens, "COLUMNS": triton_router.COLUMNS,
     }  # fmt: skip
     return triton_router._logits_kernel, constants, tile.warps, tile.stages
 
@@ -204,7 +204,7 @@ def test_activations_move_in_wide_pieces(name: str, bits: int) -> None:
 @pytest.mark.parametrize("name", ["logits, few tokens", "logits, some tokens", "logits, many tokens"])
 def test_the_router_uses_the_matrix_unit(name: str) -> None:
     ptx, sass, _ = compiled(name)
-    assert len(re.findall(r"wgmma\.mma_async\S*bf16\.bf16", ptx)) == 3 * triton_router.PLANS[0][1].columns // 16
+    assert len(re.findall(r"wgmma\.mma_async\S*bf16\.bf16", ptx)) == 3 * triton_router.COLUMNS // 16
     assert any("HGMMA" in line for line in sass) and any("LDGSTS" in line for line in sass)
 
 

@@ -22,7 +22,10 @@ DTYPES = (torch.float32, torch.bfloat16)
 
 @pytest.fixture(autouse=True)
 def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The interpreter keeps bfloat16 as its 16 bits and multiplies those as integers: give it the values."""
+    """The matrix unit: exact products, and a float32 sum that is truncated after every 16 columns.
+
+    The interpreter keeps bfloat16 as its 16 bits and multiplies those as integers, and sums as a library likes.
+    """
 
     def values(handle: Any) -> Any:
         if handle.dtype.scalar != tl.bfloat16:
@@ -30,7 +33,11 @@ def products_of_bfloat16(monkeypatch: pytest.MonkeyPatch) -> None:
         return (handle.data.astype(np.uint32) << 16).view(np.float32)
 
     def create_dot(self: Any, a: Any, b: Any, d: Any, *_: Any) -> Any:
-        return interpreter.TensorHandle(np.matmul(values(a), values(b), dtype=d.data.dtype) + d.data, d.dtype.scalar)
+        left, right, total = values(a).astype(np.float64), values(b).astype(np.float64), d.data.astype(np.float64)
+        for first in range(0, left.shape[1], 16):
+            mantissa, exponent = np.frexp(total + left[:, first : first + 16] @ right[first : first + 16])
+            total = np.ldexp(np.trunc(np.ldexp(mantissa, 24)), exponent - 24)
+        return interpreter.TensorHandle(total.astype(np.float32), d.dtype.scalar)
 
     monkeypatch.setattr(interpreter.InterpreterBuilder, "create_dot", create_dot)
 
