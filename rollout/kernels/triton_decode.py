@@ -31,7 +31,7 @@ import triton
 import triton.language as tl
 
 from rollout.kernels.paged import PagedBatch
-from rollout.kernels.triton_logits import add_bias, dot, load_biases, load_profiles, load_queries, log_scale
+from rollout.kernels.triton_logits import COMPILED, add_bias, dot, load_biases, load_profiles, load_queries, log_scale
 from rollout.kernels.triton_merge import line_of_work, merge_kernel, visible
 
 MAX_QUERIES = 8
@@ -42,7 +42,6 @@ MAX_REQUESTS = 4096
 # About one wave of an H200: rows times query heads up to which the merge takes one program for each.
 MERGE_PROGRAMS = 2048
 _LOG2_E = tl.constexpr(1.4426950408889634)
-_INTERPRETED = triton.knobs.runtime.interpret
 
 
 class Tiles(NamedTuple):
@@ -59,8 +58,8 @@ def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
 
     Chosen from the compiler's figures; `tests/benchmarks/decode_gpu.py --sweep` measures others.
     """
-    if dtype == torch.float32:  # not for speed; with many rows and wide heads it spills whatever the shape
-        return Tiles(32, 4, 2, 2) if rows == 16 else Tiles(32, 8, 2, 1)
+    if dtype == torch.float32:  # not for speed
+        return Tiles(32 if rows == 16 else 16, 4, 2, 2)
     return Tiles(64 if rows == 16 else 32, 4, 4, 2)
 
 
@@ -159,10 +158,8 @@ def _is_power_of_2(value: int) -> bool:
 
 
 def _mode(dtype: torch.dtype) -> str:
-    """How products are taken: bfloat16, three tf32 ones, or (interpreted) on float32 copies of the operands."""
-    if _INTERPRETED:
-        return "bf16-emulated" if dtype == torch.bfloat16 else "ieee"
-    return "bf16" if dtype == torch.bfloat16 else "tf32x3"
+    """How products are taken, see `triton_logits.dot`."""
+    return "bf16" if dtype == torch.bfloat16 else "ieee"
 
 
 @cache
@@ -247,16 +244,15 @@ def _attend(
         plain = tl.minimum(tl.maximum((start - EXTENT + 1) // TILE, low), high)
         for tile in range(low, plain):
             keys, values = _load(
-                kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, MODE,
-                False,
-            )  # fmt: skip
+                kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, False
+            )
             out, top, total = _step(dot(queries, keys, None, MODE), values, out, top, total, MODE, False)
     # Profiles come a tile ahead, or their way from the second cache would be added to every tile's time.
     last = start - first - TILE + 1
     ahead = load_profiles(proj, last - plain * TILE, REL, EXTENT, MAX_QUERIES, TILE)
     for tile in range(plain, high):
         keys, values = _load(
-            kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, MODE, True
+            kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, True
         )
         profiles = ahead
         ahead = load_profiles(proj, last - (tile + 1) * TILE, REL, EXTENT, MAX_QUERIES, TILE)
@@ -274,18 +270,18 @@ def _attend(
 @triton.jit
 def _load(
     kv, table, position, length, block_stride, token_stride, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, MODE: tl.constexpr, MASKED: tl.constexpr,
+    TILE: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
     """Keys and values [TILE, D] from `position` on. MASKED: what lies at or beyond `length` is not read, but zero."""
     offsets = tl.arange(0, TILE)
     inside = position + offsets < length
     # The pipeline computes addresses ahead of the loop's end, and the table is read for real: it must not be left.
     if WINDOW == 0 and PAGE % TILE == 0:
-        block = _table_entry(table + tl.minimum(position, length - 1) // PAGE, MODE)
+        block = _table_entry(table + tl.minimum(position, length - 1) // PAGE)
         place = block.to(tl.int64) * block_stride + (position % PAGE + offsets) * token_stride
     else:
         at = tl.minimum(position + offsets, length - 1)
-        place = _table_entry(table + at // PAGE, MODE).to(tl.int64) * block_stride + at % PAGE * token_stride
+        place = _table_entry(table + at // PAGE).to(tl.int64) * block_stride + at % PAGE * token_stride
     pointers = kv + place[:, None] + tl.arange(0, HEAD_DIM)[None, :]
     if MASKED:
         keys = tl.load(pointers, mask=inside[:, None], other=0.0)
@@ -297,12 +293,12 @@ def _load(
 
 
 @triton.jit
-def _table_entry(pointer, MODE: tl.constexpr):
+def _table_entry(pointer):
     """The block at `pointer`, as PTX: a `tl.load` would take half of the pipeline's stages, which keys and values need.
 
     Entries share cache lines, so all but one load in thirty-two tiles is a hit in the first cache.
     """
-    if MODE == "bf16" or MODE == "tf32x3":
+    if COMPILED:
         return tl.inline_asm_elementwise(
             "ld.global.b32 $0, [$1];", "=r,l", [pointer.to(tl.int64)], dtype=tl.int32, is_pure=True, pack=1
         )

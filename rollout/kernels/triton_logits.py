@@ -9,6 +9,8 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+COMPILED = tl.constexpr(not triton.knobs.runtime.interpret)
+
 
 @triton.jit
 def log_scale(position, alpha, floor, LOG_SCALING: tl.constexpr):
@@ -76,7 +78,7 @@ def add_bias(logits, biases, profiles, token, MAX_QUERIES: tl.constexpr, TILE: t
 @triton.jit
 def _product(total, biases, profiles, MODE: tl.constexpr):
     """`biases profiles + total`, in bfloat16 with operands split into two numbers where they do not fit one."""
-    if MODE == "ieee" or MODE == "tf32x3":
+    if MODE == "ieee":
         return dot(biases, profiles.to(tl.float32), total, MODE)
     high = biases.to(tl.bfloat16)
     profiles_high = profiles.to(tl.bfloat16)
@@ -89,10 +91,12 @@ def _product(total, biases, profiles, MODE: tl.constexpr):
 
 @triton.jit
 def dot(a, b, total, MODE: tl.constexpr):
-    """`a b + total` in float32."""
-    if MODE == "bf16":
+    """`a b + total` in float32: of bfloat16 by the matrix unit (interpreted, of float32 copies), of float32 by FMA.
+
+    float32 is here to be exact. Three tf32 products, which Triton offers for it, go through `wgmma` where there are 64
+    rows, every operand split in registers; on an H200 (Triton 3.6.0) that came out wrong from the second tile on.
+    """
+    if MODE == "bf16" and COMPILED:
         return tl.dot(a, b, total)
-    elif MODE == "bf16-emulated":
-        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")
     else:
-        return tl.dot(a, b, total, input_precision=MODE)
+        return tl.dot(a.to(tl.float32), b.to(tl.float32), total, input_precision="ieee")

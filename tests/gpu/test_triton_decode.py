@@ -17,8 +17,8 @@ if torch.cuda.is_available():
     from rollout.kernels.triton_decode import Tiles
 
 BF16 = torch.bfloat16
-# Weights and values are rounded to bfloat16 (2^-9), as are queries; float32 goes through three tf32 products.
-TOLERANCE = {torch.float32: 3e-5, BF16: 1e-2}
+# Weights and values are rounded to bfloat16 (2^-9), as are queries; the exponentials of float32 are approximate.
+TOLERANCE = {torch.float32: 1e-5, BF16: 1e-2}
 RELEASE = Case(step=(), heads=(48, 8), head_dim=128, extent=1024, page=64, q_clip=22.627417, dtype=BF16)
 FULL = replace(RELEASE, log_scaling=(0.1, 1024))
 SLIDING = replace(RELEASE, window=1024, page=8, layers_per_page=5)

@@ -192,7 +192,7 @@ def _compile(
 
 
 @compiled_only
-@pytest.mark.parametrize("name", [name for name in KERNELS if name != "float32, verify 8"])
+@pytest.mark.parametrize("name", KERNELS)
 def test_the_intended_number_of_programs_fits_and_nothing_is_spilled(name: str) -> None:
     _, sass, resources, shared = compiled(name)
     assert "STACK:0" in resources and not re.search(r"\b(LDL|STL)\b", sass), resources
@@ -214,9 +214,10 @@ def test_keys_and_values_are_copied_sixteen_bytes_at_a_time(name: str) -> None:
 
 @compiled_only
 @pytest.mark.parametrize("name", KERNELS)
-def test_products_run_on_the_matrix_unit(name: str) -> None:
-    instruction = "HGMMA" if "8" in name else "HMMA"
-    assert re.search(rf"\b{instruction}\.", compiled(name)[1])
+def test_products_of_bfloat16_run_on_the_matrix_unit_and_those_of_float32_do_not(name: str) -> None:
+    used = re.search(r"\bH?G?MMA\.", compiled(name)[1])
+    expected = None if KERNELS[name][2] is torch.float32 else "HGMMA." if "8" in name else "HMMA."
+    assert (used and used[0]) == expected
 
 
 @compiled_only
