@@ -25,6 +25,11 @@ CPU_KV_CACHE_GIB = 1.0  # vLLM would take most of the memory of a machine that a
 MAX_LORAS = 2  # two policy versions are in flight while one is being replaced
 SERVED_RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)  # vLLM's list
 
+PLUGIN = "inkling2"
+"""The key of our plugin's options in vLLM's `additional_config`, read by `rollout.plugin.options`."""
+
+STRICT_KERNELS = "strict_kernels"
+
 UNSET = "VLLM_CPU_KVCACHE_SPACE"  # an old setting in whole GiB that silently wins over kv_cache_memory_bytes
 
 
@@ -98,6 +103,9 @@ def engine_arguments(recipe: Recipe, *, model: str | None = None, device: Device
         "lora_target_modules": sorted({"gate_proj" if target == "gate" else "linear" for target in lora.targets}),
     }
     arguments |= device_arguments(device, rollout.kv_cache_gib, rollout.tensor_parallel_size)
+    # Unasked, strict where there are kernels to be strict about: nobody wants to rent GPUs for the fallbacks.
+    strict = device == "cuda" if rollout.strict_kernels is None else rollout.strict_kernels
+    arguments["additional_config"] = {PLUGIN: {STRICT_KERNELS: strict}}
     return arguments | {key.replace("-", "_"): value for key, value in rollout.vllm_args.items()}
 
 

@@ -95,6 +95,10 @@ class Rollout(Section):
     prefix_caching: bool = True
     """Reuse the KV cache of shared prompt prefixes (never across policy versions)."""
 
+    strict_kernels: bool | None = None
+    """A GPU kernel that does not compile or computes something else stops the start. false: a torch fallback takes its
+    place, with a warning that names the slowdown. True where the engine runs on GPUs, unless given; a CPU has none."""
+
     effort: Annotated[float, Field(ge=0.0, le=0.99)] = 0.2
     """Thinking effort written into every prompt of the chat format."""
 

@@ -6,7 +6,9 @@ import subprocess
 import sys
 from typing import Any
 
-from inkling_rl.engine_args import command_line, engine_arguments, engine_environment, serving_arguments
+import pytest
+
+from inkling_rl.engine_args import Device, command_line, engine_arguments, engine_environment, serving_arguments
 from inkling_rl.recipe import Recipe
 
 
@@ -43,6 +45,7 @@ def test_arguments_on_a_cpu() -> None:
         "worker_cls": "vllm.v1.worker.cpu_worker.CPUWorker",
         "distributed_executor_backend": "uni",
         "block_size": 32,
+        "additional_config": {"inkling2": {"strict_kernels": False}},
     }
 
 
@@ -53,6 +56,16 @@ def test_a_gpu_keeps_its_own_worker_and_cache_size() -> None:
     assert engine_arguments(recipe(kv_cache_gib=0.5), device="cuda")["kv_cache_memory_bytes"] == 1 << 29
     assert "OMP_NUM_THREADS" not in engine_environment("cuda")
     assert engine_environment("cpu")["OMP_NUM_THREADS"] == "1"
+
+
+@pytest.mark.parametrize(("asked", "device", "strict"), [
+    (None, "cuda", True), (None, "cpu", False), (False, "cuda", False), (True, "cpu", True),
+])  # fmt: skip
+def test_kernels_are_strict_on_gpus_unless_the_recipe_says_otherwise(
+    asked: bool | None, device: Device, strict: bool
+) -> None:
+    arguments = engine_arguments(recipe(strict_kernels=asked), device=device)
+    assert arguments["additional_config"] == {"inkling2": {"strict_kernels": strict}}
 
 
 def test_a_served_rank_is_the_next_that_the_engine_knows() -> None:

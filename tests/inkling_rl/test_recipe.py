@@ -80,6 +80,8 @@ def test_owners_of_vendor_keys_exist() -> None:
         ("logging.runs_dir=null", "logging.runs_dir must be a path; got None."),
         ("rollout.vllm_args.logprobs-mode=raw_logits", "must not be set: the trainer needs its own value"),
         ("rollout.vllm_args.lora_target_modules=[x]", "lora.targets decides it"),
+        ("rollout.vllm_args.additional_config={inkling2: {}}", "rollout.strict_kernels decides it"),
+        ("rollout.strict_kernels=1", "rollout.strict_kernels must be a boolean; got 1. A GPU kernel that does not"),
     ],
 )
 def test_faults_are_named(override: str, message: str) -> None:

@@ -1,0 +1,170 @@
+"""The kernels of a GPU as one table, each tried once at the start: `load`.
+
+A Triton kernel is compiled on the machine it runs on, by whatever Triton, driver and ptxas are there. So before the
+first request each one runs on a small input with the model's sizes and is compared with its torch fallback on the host.
+One that does not compile or launch, or that computes something else, is replaced by that fallback after one warning, or
+stops the start (`strict`). What a kernel must get right is the business of tests/gpu, not of this check.
+
+Not the dispatch by device (`rollout.kernels.ops` does that for the CPU), nor what runs on another GPU than it was
+written for (`rollout.plugin.device`).
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib import import_module
+from typing import Any
+
+import torch
+
+from inkling_rl.native import KERNELS_ENV
+from rollout.kernels import fallback
+from rollout.kernels.trials import TRIALS, Sizes, Trial, worst_error
+
+__all__ = ["FALLBACKS", "KernelError", "Kernels", "Sizes", "load"]
+
+logger = logging.getLogger(__name__)
+
+
+class KernelError(RuntimeError):
+    """A kernel that does not run, where that is not to be passed over. The message is complete."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Kernels:
+    """What an engine on a GPU calls. Signatures are those of the Triton functions, fallback or not."""
+
+    tap_sources: Callable[..., torch.Tensor]
+    prepare: Callable[..., None]
+    conv_mix: Callable[..., None]
+    route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
+    activation: Callable[..., torch.Tensor]
+    decode: Callable[..., torch.Tensor]
+    prefill: Callable[..., torch.Tensor]
+    fell_back: tuple[str, ...] = ()
+    """Names of the fields above that are fallbacks."""
+
+    @property
+    def capturable(self) -> bool:
+        """Whether a step can be captured in a CUDA graph: the fallbacks of attention read lengths on the host."""
+        return not {"decode", "prefill"} & set(self.fell_back)
+
+
+_FALLBACKS: dict[str, Callable[..., Any]] = {
+    "tap_sources": fallback.tap_sources,
+    "prepare": fallback.prepare,
+    "conv_mix": fallback.conv_mix,
+    "route": fallback.route,
+    "activation": fallback.expert_activation,
+    "decode": fallback.decode_attention,
+    "prefill": fallback.prefill_attention,
+}
+_TRITON = {
+    "tap_sources": ("triton_taps", "tap_sources"),
+    "prepare": ("triton_preparation", "prepare"),
+    "conv_mix": ("triton_conv_mix", "conv_mix"),
+    "route": ("triton_router", "route"),
+    "activation": ("triton_activation", "expert_activation"),
+    "decode": ("triton_decode", "attention"),
+    "prefill": ("triton_prefill", "attention"),
+}
+FALLBACKS = Kernels(**_FALLBACKS, fell_back=tuple(_FALLBACKS))
+"""No Triton at all: any device, for tests and for `INKLING_RL_KERNELS=torch`."""
+
+# Orders of magnitude from bytes and launches, not measured: attention reads its keys once per query head, in float32;
+# the others make five to ten passes over memory instead of one.
+SLOWDOWNS = {name: 100 if name in ("decode", "prefill") else 10 for name in _FALLBACKS}
+
+
+def load(device: torch.device, sizes: Sizes, *, strict: bool) -> Kernels:
+    """The kernels for a model, tried on `device`; the answer is kept for the process.
+
+    Args:
+        device: where the engine runs.
+        sizes: of the model, as `rollout.plugin.device.kernel_sizes` reads them.
+        strict: whether a kernel that does not run is an error.
+
+    Raises:
+        KernelError: a kernel does not run and `strict`, or it left the device unusable.
+    """
+    return _load(device, sizes, strict)
+
+
+@cache
+def _load(device: torch.device, sizes: Sizes, strict: bool) -> Kernels:
+    if os.environ.get(KERNELS_ENV) == "torch":
+        logger.warning("%s=torch: all kernels run on torch, about 100 times slower", KERNELS_ENV)
+        return FALLBACKS
+    chosen, fell_back = dict(_FALLBACKS), []
+    for name, slowdown in SLOWDOWNS.items():
+        kernel, reason = _try(name, device, sizes)
+        if kernel is not None and reason is None:
+            chosen[name] = kernel
+            continue
+        if strict:
+            raise KernelError(
+                f"the kernel {name} must run on {_name_of(device)} while rollout.strict_kernels is true; {reason}. "
+                f"Set rollout.strict_kernels: false to run it on torch, about {slowdown} times slower"
+            )
+        without = ", and without CUDA graphs" if name in ("decode", "prefill") else ""
+        logger.warning(
+            "the kernel %s does not run on %s (%s): it runs on torch, about %d times slower%s. "
+            "rollout.strict_kernels: true makes this an error",
+            name, _name_of(device), reason, slowdown, without,
+        )  # fmt: skip
+        fell_back.append(name)
+    return replace(FALLBACKS, **chosen, fell_back=tuple(fell_back))
+
+
+def _try(name: str, device: torch.device, sizes: Sizes) -> tuple[Callable[..., Any] | None, str | None]:
+    """The kernel, and what is wrong with it."""
+    try:
+        kernel = _triton(name)
+        for trial in TRIALS[name](sizes):
+            error = _error(kernel, _FALLBACKS[name], trial, device)
+            if not error <= trial.limit:
+                return kernel, f"{trial.what}: it computes something else, relative error {error:.1e}"
+    # A compiler, a driver, an assembler and a cache on disk can fail in ways that nobody lists. All of them are
+    # answered in the same way, and none is passed over without a word.
+    except Exception as error:
+        reason = f"{type(error).__name__}: {' '.join(str(error).split())[:300]}"
+        _check_device(name, device, reason)
+        return None, reason
+    return kernel, None
+
+
+def _error(kernel: Callable[..., Any], slow: Callable[..., Any], trial: Trial, device: torch.device) -> float:
+    """The largest error of what the kernel returns and of what it writes, against the fallback on the host."""
+    expected, given = trial.arguments, trial.to(device)
+    pairs = [(trial.call(kernel, given), trial.call(slow, expected))]
+    pairs += [(given[place], expected[place]) for place in trial.written]
+    return max(worst_error(got, wanted) for got, wanted in pairs)
+
+
+def _check_device(name: str, device: torch.device, reason: str) -> None:
+    """After an illegal access nothing runs in this process any more, fallback or not."""
+    if device.type != "cuda":
+        return
+    try:
+        torch.cuda.synchronize(device)
+        torch.zeros(1, device=device).item()
+    except RuntimeError as error:
+        raise KernelError(
+            f"the kernel {name} must leave {_name_of(device)} usable; {reason}. Set {KERNELS_ENV}=torch to run "
+            "without Triton kernels, about 100 times slower"
+        ) from error
+
+
+def _triton(name: str) -> Callable[..., Any]:
+    """A kernel, imported here: without Triton that fails, which is a reason like any other."""
+    module, function = _TRITON[name]
+    kernel: Callable[..., Any] = getattr(import_module(f"rollout.kernels.{module}"), function)
+    return kernel
+
+
+def _name_of(device: torch.device) -> str:
+    return torch.cuda.get_device_name(device) if device.type == "cuda" else str(device)

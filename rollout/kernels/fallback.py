@@ -1,0 +1,293 @@
+"""What takes the place of a Triton kernel that does not run: torch functions with the same signatures and effects.
+
+Composed of `reference` and `composed`; where a kernel is given `sources` or `slots` instead of a batch, a gather over
+all rows at once. Nothing waits for the device and nothing is allocated by data, so all but the two attentions can be
+captured in a graph; those read lengths on the host. What only shapes a launch (`tile`, `plan`, `programs`) is ignored.
+
+Not the references themselves, which the kernels' tests use; these are tested against them too. Not fast either:
+`rollout.kernels.cuda` says by how much.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+from rollout.kernels import composed, reference
+from rollout.kernels.paged import PagedBatch
+
+LAGS = 3
+
+# Scores of one piece of attention, float32: 256 MiB, of which about four are alive at a time.
+SCORES = 1 << 26
+# Keys from which on the heads go one after the other: copies of keys for every query head would not fit beside a cache.
+MANY_KEYS = 1 << 14
+
+
+def tap_sources(
+    batch: PagedBatch, num_rows: int, tokens_per_block: int, out_TL: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`triton_taps.tap_sources`."""
+    device = batch.slots.device
+    row = torch.arange(num_rows, device=device)
+    starts = batch.query_start.long()
+    request = torch.searchsorted(starts[1:].contiguous(), row, right=True)
+    belongs = request < batch.seq_lens.shape[0]
+    request = request.clamp(max=batch.seq_lens.shape[0] - 1)
+    first, last = starts[request], starts[request + 1]
+    lag = torch.arange(1, LAGS + 1, device=device)
+    neighbour = row[:, None] - lag
+    position = (batch.seq_lens[request] - last + row)[:, None] - lag
+    block = (position.clamp(min=0) // tokens_per_block).clamp(max=batch.block_table.shape[1] - 1)
+    slot = batch.block_table[request[:, None], block].long() * tokens_per_block + position % tokens_per_block
+    filled_by = _last_row_with(batch.slots[:num_rows], slot)
+    earlier = torch.where(filled_by >= 0, filled_by, -2 - slot)
+    source = torch.where(neighbour >= first[:, None], neighbour, torch.where(position >= 0, earlier, -1))
+    source = torch.where(belongs[:, None], source, -1)
+    return source if out_TL is None else out_TL.copy_(source)
+
+
+def _last_row_with(slots: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
+    """The last row whose slot is the wanted one, -1 where there is none."""
+    ordered, rows = F.pad(slots, (1, 0), value=-1).sort(stable=True)
+    place = torch.searchsorted(ordered, wanted.contiguous(), right=True) - 1
+    place = place.clamp(min=0)
+    return torch.where((ordered[place] == wanted) & (wanted >= 0), rows[place] - 1, -1)
+
+
+def prepare(
+    q_TC: torch.Tensor,
+    k_TC: torch.Tensor,
+    v_TC: torch.Tensor,
+    r_TC: torch.Tensor,
+    q_scale_ND: torch.Tensor,
+    r_scale_NM: torch.Tensor,
+    k_taps: torch.Tensor,
+    v_taps: torch.Tensor,
+    k_dynamic_TKL: torch.Tensor | None,
+    v_dynamic_TKL: torch.Tensor | None,
+    state_BNC: torch.Tensor,
+    sources_TL: torch.Tensor,
+    conv_slots_T: torch.Tensor,
+    kv_BKNC: torch.Tensor,
+    kv_slots_T: torch.Tensor,
+    positions_T: torch.Tensor | None,
+    q_clip: float,
+    r_clip: float,
+    norm_eps: float,
+    log_scaling: tuple[float, int] | None,
+    q_out_TND: torch.Tensor,
+    r_out_TNM: torch.Tensor,
+    elements: int = 0,
+    warps: int = 0,
+) -> None:
+    """`triton_preparation.prepare`."""
+    channels = k_TC.shape[1]
+    halves = state_BNC[..., :channels], state_BNC[..., channels:]
+    k_TKD, v_TKD = (
+        _short_conv(x, state, sources_TL, taps, dynamic).unflatten(-1, (kv_BKNC.shape[1], -1))
+        for x, state, taps, dynamic in zip(
+            (k_TC, v_TC), halves, (k_taps, v_taps), (k_dynamic_TKL, v_dynamic_TKL), strict=True
+        )
+    )
+    for x, state in zip((k_TC, v_TC), halves, strict=True):
+        _store(x.to(state.dtype), state, conv_slots_T)
+    stored_TKC = torch.cat([reference.clip_norm(k_TKD, q_clip), reference.rms_norm(v_TKD, None, norm_eps)], dim=-1)
+    _store(stored_TKC.to(kv_BKNC.dtype), kv_BKNC.transpose(1, 2), kv_slots_T)
+    q_out_TND.copy_(composed.prepare_queries(q_TC, q_scale_ND, q_clip, positions_T, log_scaling))
+    r_out_TNM.copy_(composed.prepare_queries(r_TC, r_scale_NM, r_clip, positions_T, log_scaling))
+
+
+def conv_mix(
+    x_TH: torch.Tensor,
+    state_BNC: torch.Tensor,
+    sources_TL: torch.Tensor,
+    slots_T: torch.Tensor,
+    weight: torch.Tensor,
+    residual_TH: torch.Tensor | None,
+    blocks_STH: torch.Tensor,
+    queries_QH: torch.Tensor,
+    weights_QH: torch.Tensor,
+    mix_eps: float,
+    norm_eps: float,
+    running_TH: torch.Tensor,
+    out_QTH: torch.Tensor,
+    tile: Any = None,
+) -> None:
+    """`triton_conv_mix.conv_mix`."""
+    new_TH = _short_conv(x_TH, state_BNC, sources_TL, weight, None)
+    if residual_TH is not None:
+        new_TH = residual_TH.float() + new_TH
+    _store(x_TH.to(state_BNC.dtype), state_BNC, slots_T)
+    running_TH.copy_(new_TH)
+    out_QTH.copy_(reference.mix_norm(blocks_STH, running_TH, queries_QH, weights_QH, mix_eps, norm_eps))
+
+
+def _short_conv(
+    x_TC: torch.Tensor,
+    state_BNC: torch.Tensor,
+    sources_TL: torch.Tensor,
+    taps: torch.Tensor,
+    dynamic_TKL: torch.Tensor | None,
+) -> torch.Tensor:
+    """`reference.short_conv` with the earlier inputs named by `sources`, float32 [T, C]; stores nothing."""
+    taps_LC = taps.float() if dynamic_TKL is not None else taps[:, 0].flip(1).t().float()
+    x_TC = x_TC.to(state_BNC.dtype)
+    total_TC = x_TC.float()
+    for lag in range(LAGS + 1):
+        taps_TC = taps_LC[lag]
+        if dynamic_TKL is not None:
+            taps_TC = taps_TC + dynamic_TKL[:, :, lag].float().repeat_interleave(
+                x_TC.shape[1] // dynamic_TKL.shape[1], dim=1
+            )
+        input_TC = x_TC if lag == 0 else _earlier(x_TC, state_BNC, sources_TL[:, lag - 1])
+        total_TC = total_TC + input_TC.float() * taps_TC
+    return total_TC / math.sqrt((1 if dynamic_TKL is None else 2) * (LAGS + 1) + 1)
+
+
+def _earlier(x_TC: torch.Tensor, state_BNC: torch.Tensor, source_T: torch.Tensor) -> torch.Tensor:
+    """The inputs that `source` names. Chosen, not multiplied with a mask: what is not seen may be NaN."""
+    source_T = source_T[:, None]
+    slot_T = (-2 - source_T[:, 0]).clamp(min=0)
+    stored_TC = state_BNC[slot_T // state_BNC.shape[1], slot_T % state_BNC.shape[1]]
+    past_TC = torch.where(source_T < -1, stored_TC, 0.0)
+    return torch.where(source_T >= 0, x_TC[source_T[:, 0].clamp(min=0)], past_TC)
+
+
+def _store(rows: torch.Tensor, pages: torch.Tensor, slots_T: torch.Tensor) -> None:
+    """Write rows [T, ...] to the slots of `pages` [blocks, tokens, ...]; none beyond `slots` or to a negative slot.
+
+    A mask as an index would make the host wait for its count. So rows that are not to be stored write what another row
+    writes, to the same place; where no row is stored at all, they write back what is there.
+    """
+    num_rows, tokens = min(rows.shape[0], slots_T.shape[0]), pages.shape[1]
+    if num_rows == 0:
+        return
+    slots_T, rows = slots_T[:num_rows], rows[:num_rows]
+    is_stored = slots_T >= 0
+    of_stored = torch.where(is_stored, torch.arange(num_rows, device=rows.device), is_stored.int().argmax())
+    target = slots_T[of_stored].clamp(min=0)
+    values = torch.where(is_stored.any(), rows[of_stored], pages[target // tokens, target % tokens])
+    pages[target // tokens, target % tokens] = values
+
+
+def route(
+    x_TH: torch.Tensor,
+    router_EH: torch.Tensor,
+    bias_E: torch.Tensor,
+    top_k: int,
+    route_scale: float,
+    weights_TK: torch.Tensor | None = None,
+    experts_TK: torch.Tensor | None = None,
+    plan: Any = None,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`triton_router.route`. The product in float64: a float32 one may be rounded to tf32, which chooses others."""
+    logits_TE = (x_TH.double() @ router_EH.double().t()).float()
+    weights, experts = composed.route(logits_TE, bias_E, top_k, route_scale)
+    return (
+        weights if weights_TK is None else weights_TK.copy_(weights),
+        experts if experts_TK is None else experts_TK.copy_(experts),
+    )
+
+
+def expert_activation(
+    gate_up_TC: torch.Tensor,
+    gate_cap: float,
+    up_cap: float,
+    out_TI: torch.Tensor | None = None,
+    block: int = 0,
+    warps: int = 0,
+) -> torch.Tensor:
+    """`triton_activation.expert_activation`."""
+    activated_TI = composed.expert_activation(gate_up_TC, gate_cap, up_cap)
+    return activated_TI.to(gate_up_TC.dtype) if out_TI is None else out_TI.copy_(activated_TI)
+
+
+def decode_attention(
+    q_TC: torch.Tensor,
+    r_TC: torch.Tensor,
+    sink_TN: torch.Tensor,
+    gate_TC: torch.Tensor,
+    kv_BKNC: torch.Tensor,
+    batch: PagedBatch,
+    q_scale_ND: torch.Tensor | None,
+    r_scale_NM: torch.Tensor | None,
+    proj_MR: torch.Tensor,
+    q_clip: float,
+    r_clip: float,
+    window: int | None,
+    log_scaling: tuple[float, int] | None,
+    *,
+    max_queries: int,
+    out_dtype: torch.dtype = torch.float32,
+    tiles: Any = None,
+    programs: int | None = None,
+    early_merge: bool = False,
+) -> torch.Tensor:
+    """`triton_decode.attention`. Waits for the device."""
+    return prefill_attention(
+        q_TC, r_TC, sink_TN, gate_TC, kv_BKNC, batch, q_scale_ND, r_scale_NM, proj_MR, q_clip, r_clip, window,
+        log_scaling, out_dtype=out_dtype,
+    )  # fmt: skip
+
+
+def prefill_attention(
+    q_TC: torch.Tensor,
+    r_TC: torch.Tensor,
+    sink_TN: torch.Tensor,
+    gate_TC: torch.Tensor,
+    kv_BKNC: torch.Tensor,
+    batch: PagedBatch,
+    q_scale_ND: torch.Tensor | None,
+    r_scale_NM: torch.Tensor | None,
+    proj_MR: torch.Tensor,
+    q_clip: float,
+    r_clip: float,
+    window: int | None,
+    log_scaling: tuple[float, int] | None,
+    *,
+    out_dtype: torch.dtype = torch.float32,
+    tiles: Any = None,
+) -> torch.Tensor:
+    """`triton_prefill.attention`, a piece at a time so that scores fit beside a cache. Waits for the device."""
+    num_heads, kv_heads, rel = sink_TN.shape[1], kv_BKNC.shape[1], proj_MR.shape[0]
+    head_dim, group = q_TC.shape[1] // num_heads, num_heads // kv_heads
+    if q_scale_ND is None or r_scale_NM is None:
+        # Scaled, clipped and multiplied by the log-length factor already: what follows changes nothing.
+        q_scale_ND, r_scale_NM = q_TC.new_ones(num_heads, head_dim), r_TC.new_ones(num_heads, rel)
+        q_clip, r_clip, log_scaling = math.inf, math.inf, None
+    out_TC = q_TC.new_zeros(q_TC.shape, dtype=out_dtype)
+    for piece, rows, first, last in _pieces(batch, num_heads, kv_heads, window):
+        heads = slice(first * group, last * group)
+        columns = slice(heads.start * head_dim, heads.stop * head_dim)
+        out_TC[rows, columns] = reference.attention(
+            q_TC[rows, columns], r_TC[rows, heads.start * rel : heads.stop * rel], sink_TN[rows, heads],
+            gate_TC[rows, columns], kv_BKNC[:, first:last], piece, q_scale_ND[heads], r_scale_NM[heads], proj_MR,
+            q_clip, r_clip, window, log_scaling,
+        ).to(out_dtype)  # fmt: skip
+    return out_TC
+
+
+def _pieces(
+    batch: PagedBatch, num_heads: int, kv_heads: int, window: int | None
+) -> Iterator[tuple[PagedBatch, slice, int, int]]:
+    """A batch of some rows of one request, which rows they are, and the key/value heads to take, from and to."""
+    for request in batch.requests():
+        length = request.start + request.last - request.first
+        keys = length if window is None else min(length, window + request.last - request.first)
+        at_once = kv_heads if keys < MANY_KEYS else 1
+        most = max(1, SCORES // (keys * num_heads // kv_heads * at_once))
+        for begin in range(request.first, request.last, most):
+            end = min(begin + most, request.last)
+            piece = PagedBatch(
+                batch.query_start.new_tensor([0, end - begin]),
+                batch.seq_lens.new_tensor([request.start + end - request.first]),
+                batch.block_table[request.request : request.request + 1],
+                batch.slots[:0],
+            )
+            for first in range(0, kv_heads, at_once):
+                yield piece, slice(begin, end), first, first + at_once

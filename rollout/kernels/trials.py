@@ -1,0 +1,237 @@
+"""Small random inputs on which each kernel of a GPU is tried at the start, with a model's sizes; see `cuda.load`.
+
+Not a test of the kernels (tests/gpu has adversarial ones): a second's work that finds what does not compile, does not
+launch or computes something else on this machine. Everything that a kernel is compiled for is the model's own: head
+sizes, extents, pages, dtypes, so that what compiles here is what runs later.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import torch
+
+from rollout.kernels import fallback
+from rollout.kernels.paged import PagedBatch
+
+# Of a row against the size of a mean row. float32 sums in another order, or three tf32 products; in bfloat16 one
+# rounding of the result, or in attention of queries, weights and values too. What a compiler gets wrong is larger.
+LIMITS = {torch.float32: 1e-4, torch.bfloat16: 1e-2}
+ATTENTION_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
+
+# (tokens already there, tokens of this step): new, decoding, second token, across a page, as padding of a graph.
+STEP = ((0, 3), (70, 1), (1, 1), (6, 4), (0, 0))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class AttentionSizes:
+    """One kind of attention layer. Without a window it is a full one: dynamic convolutions and log-length scaling."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    extent: int
+    window: int | None
+    page: int
+    """Tokens in a block of its pages."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sizes:
+    """All that the kernels of a model are compiled for."""
+
+    dtype: torch.dtype
+    """Of activations."""
+
+    state_dtype: torch.dtype
+    """Of pages: keys, values and inputs of convolutions."""
+
+    attention: tuple[AttentionSizes, ...]
+    hidden: int
+    experts: int
+    top_k: int
+    expert_width: int
+    d_rel: int
+    conv_page: int
+    """Tokens in a block of convolution state."""
+
+    gate_cap: float
+    up_cap: float
+    max_queries: tuple[int, ...] = (1,)
+    """Rows per request in the batches that the decode kernel takes: 1, and more where drafts are verified."""
+
+
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One call."""
+
+    what: str
+    arguments: Sequence[Any]
+    limit: float
+    written: tuple[int, ...] = ()
+    """Places of the arguments that the kernel writes to."""
+
+    options: dict[str, Any] = field(default_factory=dict)
+
+    def to(self, device: torch.device) -> list[Any]:
+        """The arguments on a device, all of them copies."""
+        return [_moved(argument, device) for argument in self.arguments]
+
+    def call(self, kernel: Callable[..., Any], arguments: Sequence[Any]) -> Any:
+        return kernel(*arguments, **self.options)
+
+
+def _moved(argument: Any, device: torch.device) -> Any:
+    if isinstance(argument, PagedBatch):
+        fields = ("query_start", "seq_lens", "block_table", "slots")
+        return replace(argument, **{name: _moved(getattr(argument, name), device) for name in fields})
+    return argument.to(device, copy=True) if isinstance(argument, torch.Tensor) else argument
+
+
+def worst_error(got: Any, wanted: Any) -> float:
+    """Of the worst row, in the 2-norm, against the mean row's size; infinite for NaN or another integer."""
+    if isinstance(wanted, tuple):
+        return max(worst_error(*pair) for pair in zip(got, wanted, strict=True))
+    if wanted is None:
+        return 0.0
+    got = got.cpu()
+    if got.shape != wanted.shape or got.dtype != wanted.dtype:
+        return math.inf
+    if not wanted.dtype.is_floating_point:
+        return 0.0 if torch.equal(got, wanted) else math.inf
+    got, wanted = got.double().flatten(0, -2), wanted.double().flatten(0, -2)
+    size = wanted.square().sum(-1).mean().sqrt().clamp(min=1e-30)
+    error = float((got - wanted).norm(dim=-1).max() / size)
+    return math.inf if math.isnan(error) else error
+
+
+def _tap_sources(sizes: Sizes) -> Iterator[Trial]:
+    batch, rows = _batch(STEP, sizes.conv_page)
+    yield Trial("addresses", (batch, rows + 2, sizes.conv_page), 0.0)
+
+
+def _prepare(sizes: Sizes) -> Iterator[Trial]:
+    for kind in sizes.attention:
+        draw, full = _Draw(), kind.window is None
+        heads, kv_heads, dim = kind.num_heads, kind.num_kv_heads, kind.head_dim
+        conv, rows = _batch(STEP, sizes.conv_page)
+        paged, _ = _batch(STEP, kind.page)
+        widths = (heads * dim, kv_heads * dim, kv_heads * dim, heads * sizes.d_rel)
+        taps = [draw(4, kv_heads * dim) if full else draw(4, kv_heads * dim).t()[:, None] for _ in range(2)]
+        dynamic = [draw(rows, kv_heads, 4) if full else None for _ in range(2)]
+        state = draw(int(conv.block_table.max()) + 1, sizes.conv_page, 2 * kv_heads * dim, dtype=sizes.state_dtype)
+        kv = torch.zeros(int(paged.block_table.max()) + 1, kv_heads, kind.page, 2 * dim, dtype=sizes.state_dtype)
+        positions = torch.cat([torch.arange(past, past + new) for past, new in STEP])
+        arguments = (
+            *(draw(rows, width, dtype=sizes.dtype) * 3 for width in widths),
+            draw(heads, dim), draw(heads, sizes.d_rel), *taps, *dynamic, state,
+            fallback.tap_sources(conv, rows, sizes.conv_page), conv.slots, kv, paged.slots, positions,
+            2 * math.sqrt(dim), 8.0, 1e-6, (0.1, 16) if full else None,
+            torch.zeros(rows, heads, dim, dtype=sizes.dtype), torch.zeros(rows, heads, sizes.d_rel),
+        )  # fmt: skip
+        yield Trial(_kind(kind), arguments, LIMITS[sizes.dtype], (10, 13, 20, 21))
+
+
+def _conv_mix(sizes: Sizes) -> Iterator[Trial]:
+    is_full = any(kind.window is None for kind in sizes.attention)
+    for queries in (1, 3) if is_full else (1,):
+        draw = _Draw()
+        batch, rows = _batch(STEP, sizes.conv_page)
+        state = draw(int(batch.block_table.max()) + 1, sizes.conv_page, sizes.hidden, dtype=sizes.state_dtype)
+        rows_of = lambda *shape, draw=draw: draw(*shape, sizes.hidden, dtype=sizes.dtype)
+        arguments = (
+            rows_of(rows), state, fallback.tap_sources(batch, rows, sizes.conv_page), batch.slots,
+            draw(4, sizes.hidden).t()[:, None], rows_of(rows), rows_of(5, rows), draw(queries, sizes.hidden),
+            draw(queries, sizes.hidden), 1e-6, 1e-6, torch.zeros(rows, sizes.hidden, dtype=sizes.dtype),
+            torch.zeros(queries, rows, sizes.hidden, dtype=sizes.dtype),
+        )  # fmt: skip
+        yield Trial(f"{queries} outputs", arguments, LIMITS[sizes.dtype], (1, 11, 12))
+
+
+def _route(sizes: Sizes) -> Iterator[Trial]:
+    draw = _Draw()
+    router, bias = draw(sizes.experts, sizes.hidden) * sizes.hidden**-0.5, draw(sizes.experts) * 0.1
+    few = draw(7, sizes.hidden, dtype=sizes.dtype)
+    # Few different rows: two experts that nearly tie would make a difference of nothing.
+    for rows in (9, 70, 1030):
+        yield Trial(f"{rows} tokens", (few.repeat(rows // 7 + 1, 1)[:rows], router, bias, sizes.top_k, 8.0), 1e-4)
+
+
+def _activation(sizes: Sizes) -> Iterator[Trial]:
+    gate_up = _Draw()(33, 2 * sizes.expert_width, dtype=sizes.dtype) * 5
+    yield Trial("33 tokens", (gate_up, sizes.gate_cap, sizes.up_cap), LIMITS[sizes.dtype])
+
+
+def _decode(sizes: Sizes) -> Iterator[Trial]:
+    for kind in sizes.attention:
+        for most in sizes.max_queries:
+            step = ((kind.extent + 70, most), (5, 1), (0, 0))
+            yield _attention(sizes, kind, step, {"max_queries": most})
+
+
+def _prefill(sizes: Sizes) -> Iterator[Trial]:
+    for kind in sizes.attention:
+        yield _attention(sizes, kind, ((kind.extent + 40, 70), (0, 9), (0, 0)), {})
+
+
+def _attention(sizes: Sizes, kind: AttentionSizes, step: Sequence[tuple[int, int]], options: dict[str, Any]) -> Trial:
+    """Queries and mixtures as `prepare` leaves them."""
+    draw = _Draw()
+    batch, rows = _batch(step, kind.page)
+    width = kind.num_heads * kind.head_dim
+    kv = draw(
+        int(batch.block_table.max()) + 1, kind.num_kv_heads, kind.page, 2 * kind.head_dim, dtype=sizes.state_dtype
+    )
+    arguments = (
+        draw(rows, width, dtype=sizes.dtype), draw(rows, kind.num_heads * sizes.d_rel),
+        draw(rows, kind.num_heads), draw(rows, width, dtype=sizes.dtype), kv, batch, None, None,
+        draw(sizes.d_rel, kind.extent) * 0.3, 2 * math.sqrt(kind.head_dim), 8.0, kind.window, None,
+    )  # fmt: skip
+    what = ", ".join([_kind(kind), *(f"{name} {value}" for name, value in options.items())])
+    limit = max(ATTENTION_LIMITS[sizes.dtype], ATTENTION_LIMITS[sizes.state_dtype])
+    return Trial(what, arguments, limit, options=options | {"out_dtype": sizes.dtype})
+
+
+def _kind(kind: AttentionSizes) -> str:
+    return "full attention" if kind.window is None else "sliding attention"
+
+
+class _Draw:
+    """The same normal numbers every time."""
+
+    def __init__(self) -> None:
+        self._generator = torch.Generator().manual_seed(0)
+
+    def __call__(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        return torch.randn(shape, generator=self._generator).to(dtype)
+
+
+def _batch(step: Sequence[tuple[int, int]], page: int) -> tuple[PagedBatch, int]:
+    """Rows and pages of a step, and how many rows; pages in descending order, none is block 0. Row 2 is not stored."""
+    pages = [-(-(past + new) // page) for past, new in step]
+    table = torch.zeros(len(step), max(pages), dtype=torch.int32)
+    free = sum(pages)
+    for request, count in enumerate(pages):
+        table[request, :count] = torch.arange(free, free - count, -1)
+        free -= count
+    positions = [torch.arange(past, past + new) for past, new in step]
+    slots = [table[i, p // page].long() * page + p % page for i, p in enumerate(positions)]
+    counts = torch.tensor([0, *(new for _, new in step)])
+    lengths = torch.tensor([past + new for past, new in step], dtype=torch.int32)
+    stored = torch.cat(slots)
+    stored[2:3] = -1
+    return PagedBatch(counts.cumsum(0).int(), lengths, table, stored), len(stored)
+
+
+TRIALS: dict[str, Callable[[Sizes], Iterator[Trial]]] = {
+    "tap_sources": _tap_sources,
+    "prepare": _prepare,
+    "conv_mix": _conv_mix,
+    "route": _route,
+    "activation": _activation,
+    "decode": _decode,
+    "prefill": _prefill,
+}

@@ -1,0 +1,138 @@
+"""Which GPUs the engine runs on, what it runs there, and every refusal that depends on the GPU.
+
+A row of `GPUS` is a place in the dispatch: the generation's name, how experts run there and whether that has ever run.
+Blackwell's row is a place and no more: it would take FlashInfer's TRT-LLM experts, which multiply NVFP4 and MXFP8 by
+activations quantised inside the kernel, with a scale per token. That is not written; what the row names instead are the
+portable kernels (Triton attention, Marlin experts), and they have not run there.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import Any, Literal, NamedTuple
+
+from vllm.platforms import current_platform
+
+from rollout.kernels.trials import AttentionSizes, Sizes
+from rollout.plugin.paging import CacheOwner, state_dtype
+from rollout.plugin.shape import AttentionShape, EngineError, ModelShape
+
+logger = logging.getLogger(__name__)
+
+UNTESTED_GPU = "INKLING_RL_UNTESTED_GPU"
+
+
+class Gpu(NamedTuple):
+    """What runs on GPUs of one compute capability."""
+
+    generation: str
+    experts: Literal["marlin"]
+    has_run: bool
+
+
+GPUS: dict[tuple[int, int], Gpu] = {
+    (9, 0): Gpu("Hopper", "marlin", has_run=True),
+    (10, 0): Gpu("Blackwell", "marlin", has_run=False),
+    (10, 3): Gpu("Blackwell", "marlin", has_run=False),
+    (12, 0): Gpu("Blackwell", "marlin", has_run=False),
+    (12, 1): Gpu("Blackwell", "marlin", has_run=False),
+}
+SUPPORTED = "an NVIDIA GPU of compute capability 9.0 (Hopper), or a CPU"
+
+# What the Triton kernels cover; the C++ ones of the CPU cover more.
+HEAD_DIMS = (16, 32, 64, 128)
+REL_DIMS = (16, 32, 64)
+MAX_GROUP = 8
+"""Query heads per key/value head: with the 8 tokens of a verified draft they share a tile of 64 rows."""
+
+
+def gpu() -> Gpu:
+    """The row of the GPU at hand.
+
+    Raises:
+        EngineError: it has none.
+    """
+    capability = current_platform.get_device_capability() if current_platform.is_cuda() else None
+    found = GPUS.get((capability.major, capability.minor)) if capability else None
+    if found is None:
+        got = f"{_name()}, compute capability {capability.as_version_str()}" if capability else _name()
+        raise EngineError(f"device must be {SUPPORTED}; got {got}. Take another machine")
+    return found
+
+
+def check_device(vllm_config: Any) -> None:
+    """Refuse a GPU, or a model on a GPU, that the kernels do not cover. Nothing to refuse on a CPU.
+
+    Raises:
+        EngineError: the first fault.
+    """
+    if current_platform.is_cpu():
+        return
+    found = gpu()
+    if not found.has_run:
+        if os.environ.get(UNTESTED_GPU) != "1":
+            raise EngineError(
+                f"device must be {SUPPORTED}; got {_name()} ({found.generation}), on which this engine has never run. "
+                f"Set {UNTESTED_GPU}=1 to try its portable kernels there"
+            )
+        logger.warning(
+            "%s (%s): this engine has never run on such a GPU. It uses portable kernels (Triton attention, %s experts); "
+            "run `inkling-rl verify` before you trust a number",
+            _name(), found.generation, found.experts,
+        )  # fmt: skip
+    shape = ModelShape.from_config(vllm_config.model_config.hf_text_config)
+    _require("d_rel", shape.d_rel in REL_DIMS, _one_of(REL_DIMS), shape.d_rel)
+    for prefix, kind in (("", shape.full), ("swa_", shape.sliding)):
+        _require(f"{prefix}head_dim", kind.head_dim in HEAD_DIMS, _one_of(HEAD_DIMS), kind.head_dim)
+        group = kind.num_heads // kind.num_kv_heads
+        name = f"{prefix}num_attention_heads / {prefix}num_key_value_heads"
+        _require(name, group <= MAX_GROUP, f"{MAX_GROUP} or less", group)
+
+
+def _name() -> str:
+    return str(current_platform.get_device_name()) if current_platform.is_cuda() else str(current_platform.device_name)
+
+
+def kernel_sizes(vllm_config: Any, shape: ModelShape) -> Sizes:
+    """What the kernels are compiled for; call it when the model's pages are registered (`paging.CachePlan`)."""
+    pages = {}
+    for prefix, owner in vllm_config.compilation_config.static_forward_context.items():
+        if isinstance(owner, CacheOwner):
+            pages[prefix.rsplit(".", 1)[-1]] = owner.spec.block_size
+    kinds = (("full_cache", shape.full), ("sliding_cache", shape.sliding))
+    return Sizes(
+        dtype=vllm_config.model_config.dtype,
+        state_dtype=state_dtype(vllm_config),
+        attention=tuple(_attention(kind, pages[name]) for name, kind in kinds if name in pages),
+        hidden=shape.hidden_size,
+        experts=shape.num_experts,
+        top_k=shape.experts_per_token,
+        expert_width=shape.expert_width,
+        d_rel=shape.d_rel,
+        conv_page=pages["conv_cache"],
+        gate_cap=shape.gate_cap,
+        up_cap=shape.up_cap,
+        # Decoding, and the most rows that decode attention is given: what lies between differs in the size of a tile.
+        max_queries=(1, 8),
+    )
+
+
+def _attention(kind: AttentionShape, page: int) -> AttentionSizes:
+    return AttentionSizes(
+        num_heads=kind.num_heads,
+        num_kv_heads=kind.num_kv_heads,
+        head_dim=kind.head_dim,
+        extent=kind.rel_extent,
+        window=kind.window,
+        page=page,
+    )
+
+
+def _one_of(values: tuple[int, ...]) -> str:
+    return f"one of {', '.join(map(str, values))}"
+
+
+def _require(name: str, holds: bool, requirement: str, value: object) -> None:
+    if not holds:
+        raise EngineError(f"{name} must be {requirement} on a GPU; got {value}. Run it on a CPU or use another engine")
