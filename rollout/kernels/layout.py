@@ -1,4 +1,4 @@
-"""How weights lie in memory for the C++ kernels: input dimension outermost ("k-major").
+"""How weights lie in memory: for the C++ kernels input dimension outermost ("k-major"), on CUDA as torch has them.
 
 Shapes stay those of torch, [..., out, in]; only the strides differ, and vLLM's loaders and live reload keep strides. So
 a weight needs no second, packed copy that an update could leave behind. Both functions change nothing but the layout.
@@ -7,6 +7,7 @@ a weight needs no second, packed copy that an update could leave behind. Both fu
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 
 def k_major(weight: torch.Tensor) -> torch.Tensor:
@@ -16,3 +17,18 @@ def k_major(weight: torch.Tensor) -> torch.Tensor:
 
 def is_k_major(weight: torch.Tensor) -> bool:
     return weight.transpose(-1, -2).is_contiguous()
+
+
+def consecutive(*weights: nn.Parameter) -> torch.Tensor:
+    """Make parameters [N_i, ...] stretches of one new tensor [sum N_i, ...], which is returned.
+
+    One product then does for several projections of the same input, and what is written into a parameter is seen by it.
+    Values are not kept: for construction.
+    """
+    whole = torch.empty(
+        sum(weight.shape[0] for weight in weights), *weights[0].shape[1:],
+        dtype=weights[0].dtype, device=weights[0].device,
+    )  # fmt: skip
+    for weight, part in zip(weights, whole.split([weight.shape[0] for weight in weights]), strict=True):
+        weight.data = part
+    return whole

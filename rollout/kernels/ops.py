@@ -1,7 +1,8 @@
-"""The kernels that the model calls: the C++ twin on the CPU, the torch reference everywhere else.
+"""The kernels that the model's modules call: the C++ twin on the CPU, else the torch reference.
 
 The choice is made once per process (`INKLING_RL_KERNELS=torch` forces the reference); a missing compiler costs speed
-and one warning, never a start.
+and one warning, never a start. On CUDA the decoder's layers run in `rollout.plugin.fused`, and of these functions only
+`linear` and `softcap_logits` are called there.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from functools import cache
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 
 from rollout.kernels import native, reference
 
@@ -31,11 +33,27 @@ def _dispatched[Function: Callable[..., Any]](slow: Function, fast: Function) ->
     return call  # type: ignore[return-value]
 
 
+def linear(x_TC: torch.Tensor, weight_OC: torch.Tensor) -> torch.Tensor:
+    """`x W^T`, [T, O]: float32 on the CPU, on CUDA in the weight's dtype with sums in float32."""
+    if x_TC.is_cuda:
+        return F.linear(x_TC.to(weight_OC.dtype), weight_OC)
+    return _linear(x_TC, weight_OC)
+
+
+def softcap_logits(x_TH: torch.Tensor, weight_VH: torch.Tensor, cap: float, padded_size: int) -> torch.Tensor:
+    """See `reference.softcap_logits`."""
+    if x_TH.is_cuda:
+        from rollout.kernels import triton_softcap
+
+        return triton_softcap.softcap_logits(x_TH, weight_VH, cap, padded_size)
+    return _softcap_logits(x_TH, weight_VH, cap, padded_size)
+
+
 attention = _dispatched(reference.attention, native.attention)
 experts = _dispatched(reference.experts, native.experts)
-linear = _dispatched(reference.linear, native.linear)
 lora_delta = _dispatched(reference.lora_delta, native.lora_delta)
 mix_norm = _dispatched(reference.mix_norm, native.mix_norm)
 short_conv = _dispatched(reference.short_conv, native.short_conv)
-softcap_logits = _dispatched(reference.softcap_logits, native.softcap_logits)
+_linear = _dispatched(reference.linear, native.linear)
+_softcap_logits = _dispatched(reference.softcap_logits, native.softcap_logits)
 store_kv = _dispatched(reference.store_kv, native.store_kv)

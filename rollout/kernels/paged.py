@@ -51,6 +51,12 @@ class PagedBatch:
             if last > first:
                 yield RequestRows(index, first, last, length - (last - first))
 
+    def first(self, requests: int, rows: int) -> PagedBatch:
+        """The first requests, which hold the first rows."""
+        return PagedBatch(
+            self.query_start[: requests + 1], self.seq_lens[:requests], self.block_table[:requests], self.slots[:rows]
+        )
+
     def slots_of(self, request: int, positions: torch.Tensor, tokens_per_block: int) -> torch.Tensor:
         """Slots of absolute `positions` (int64 [P]) of one request."""
         blocks = self.block_table[request].long()[positions // tokens_per_block]

@@ -5,10 +5,13 @@ Source: transformers 5.24 `Inkling2SlidingAttention`, `Inkling2FullAttention`.
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import nn
 
 from rollout.kernels import ops
+from rollout.kernels.layout import consecutive
 from rollout.kernels.paged import PagedBatch
 from rollout.plugin.conv_state import ConvStream, DynamicShortConvolution, ShortConvolution
 from rollout.plugin.linear import Projection, Weight
@@ -75,6 +78,31 @@ class GatedOutputProjection(nn.Module):
         self.linear = Projection(channels, shape.hidden_size, f"{prefix}.linear")
 
 
+@dataclass(frozen=True, slots=True)
+class SharedWeights:
+    """Memory of the projections on CUDA: those of one input lie together, so that one product does for all of them."""
+
+    inputs: torch.Tensor
+    """q, r and gate over one another, [out, H]; in sliding layers k and v after them."""
+
+    keys_values: torch.Tensor | None
+    """k and v of a full layer, [2, C, H]: their inputs differ."""
+
+    taps: torch.Tensor | None
+    """Projections to the dynamic taps of k and v, [2, K L, H]."""
+
+    @classmethod
+    def of(cls, attention: Attention) -> SharedWeights:
+        keys, values = attention.k_proj, attention.v_proj
+        first = [module.weight for module in attention.projections()[:3]]
+        both = [keys.linear.weight, values.linear.weight]
+        if not isinstance(keys.sconv, DynamicShortConvolution):
+            return cls(consecutive(*first, *both), None, None)
+        assert isinstance(values.sconv, DynamicShortConvolution)
+        taps = consecutive(keys.sconv.weight_proj.weight, values.sconv.weight_proj.weight)
+        return cls(consecutive(*first), consecutive(*both).unflatten(0, (2, -1)), taps.unflatten(0, (2, -1)))
+
+
 class Attention(nn.Module):
     """One attention sublayer, sliding or full."""
 
@@ -89,6 +117,12 @@ class Attention(nn.Module):
         self.o_proj = GatedOutputProjection(shape, kind, f"{prefix}.o_proj")
         self.sink_proj = Weight(kind.num_heads, shape.hidden_size, dtype=torch.float32)
         self.relative_position_bias = RelativePositionBias(shape, kind, f"{prefix}.relative_position_bias")
+        self.shared = None if self.sink_proj.weight.is_cpu else SharedWeights.of(self)
+
+    def projections(self) -> tuple[Projection, ...]:
+        """q, r, gate, k and v, or the LoRA wrappers around them."""
+        bias, output = self.relative_position_bias, self.o_proj
+        return (self.q_proj.linear, bias.linear, output.gate_proj, self.k_proj.linear, self.v_proj.linear)
 
     def forward(
         self, inputs_QTH: torch.Tensor, stream: ConvStream, kv_BKNC: torch.Tensor, batch: PagedBatch

@@ -15,7 +15,7 @@ from rollout.kernels.layout import k_major
 
 
 class KernelLinearMethod(UnquantizedLinearMethod):
-    """Keeps the weight [out, in] in the model's dtype and multiplies in float32."""
+    """Keeps the weight [out, in] in the model's dtype; sums are float32, see `ops.linear`."""
 
     def process_weights_after_loading(self, layer: nn.Module) -> None:
         """Nothing to pack: the kernel reads the parameter itself, so an update in place is seen at once."""
@@ -27,12 +27,13 @@ class KernelLinearMethod(UnquantizedLinearMethod):
 
 
 class Projection(ReplicatedLinear):
-    """A projection that adapters may target: `y = x W^T`, float32 [T, out]. Called through its LoRA wrapper, if any."""
+    """A projection that adapters may target: `y = x W^T` [T, out], see `ops.linear`. Called through its wrapper."""
 
     def __init__(self, input_size: int, output_size: int, prefix: str) -> None:
         super().__init__(input_size, output_size, bias=False, prefix=prefix, return_bias=False)
         self.quant_method = KernelLinearMethod()
-        self.weight.data = k_major(self.weight.data)
+        if self.weight.is_cpu:
+            self.weight.data = k_major(self.weight.data)
 
 
 class Weight(nn.Module):
@@ -45,4 +46,5 @@ class Weight(nn.Module):
 
 def empty_weight(*shape: int, dtype: torch.dtype | None = None) -> nn.Parameter:
     """Parameter [..., out, in] that lies in memory as the kernels read it."""
-    return nn.Parameter(k_major(torch.empty(shape, dtype=dtype)), requires_grad=False)
+    weight = torch.empty(shape, dtype=dtype)
+    return nn.Parameter(k_major(weight) if weight.is_cpu else weight, requires_grad=False)

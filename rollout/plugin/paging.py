@@ -18,23 +18,42 @@ import torch
 from vllm.config import VllmConfig, get_current_vllm_config
 from vllm.model_executor.layers.attention_layer_base import AttentionLayerBase
 from vllm.platforms import current_platform
-from vllm.v1.attention.backend import AttentionBackend, AttentionMetadata, AttentionMetadataBuilder
+from vllm.v1.attention.backend import (
+    AttentionBackend,
+    AttentionCGSupport,
+    AttentionMetadata,
+    AttentionMetadataBuilder,
+)
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
 from rollout.kernels.paged import PagedBatch
 from rollout.plugin.shape import ModelShape
 
+DECODE_QUERIES = 8
+"""Rows of a request up to which the decode kernel takes it: a verified draft of 7 tokens and the one before."""
+
 
 @dataclass
 class PagedMetadata(AttentionMetadata):
-    """vLLM's per-group metadata: the batch as kernels want it."""
+    """vLLM's per-group metadata: the batch as kernels want it, and on CUDA how attention divides it.
+
+    The first `decode_requests` requests, which hold the first `decode_rows` rows, have at most `max_queries` rows each.
+    """
 
     batch: PagedBatch
+    decode_requests: int = 0
+    decode_rows: int = 0
+    max_queries: int = 0
+    prefill: PagedBatch | None = None
+    """The requests after them, with rows counted from `decode_rows` on; None if there are none."""
 
 
 class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
-    """Wraps the runner's tensors; nothing is computed per step, so a further group costs next to nothing here."""
+    """Wraps the runner's tensors; next to nothing is computed per step, so a further group costs next to nothing."""
+
+    # One graph serves every batch of as many requests with as many rows each: kernels read lengths on the device.
+    _cudagraph_support: ClassVar[AttentionCGSupport] = AttentionCGSupport.UNIFORM_BATCH
 
     def __init__(
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
@@ -45,7 +64,36 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedMetadata:
         common = common_attn_metadata
         batch = PagedBatch(common.query_start_loc, common.seq_lens, common.block_table_tensor, common.slot_mapping)
-        return PagedMetadata(batch)
+        return (
+            divide(batch, common.query_start_loc_cpu, common.max_query_len)
+            if self.device.type == "cuda"
+            else (PagedMetadata(batch))
+        )
+
+
+def divide(batch: PagedBatch, query_start: torch.Tensor, longest: int) -> PagedMetadata:
+    """Requests of few rows for the decode kernel, and those after the first longer one for the prefill kernel.
+
+    vLLM's V2 runner sorts a batch by rows per request, so this is all of them in either. Counts of rows are rounded up
+    to powers of two, because every count is a kernel to compile.
+
+    Args:
+        batch: of the step.
+        query_start: the batch's, on the host.
+        longest: rows of the longest request that the step, or a graph captured with it, may have.
+    """
+    if longest <= DECODE_QUERIES:
+        return PagedMetadata(batch, len(query_start) - 1, int(query_start[-1]), _ceil_power_of_two(longest))
+    rows = query_start.diff()
+    long = (rows > DECODE_QUERIES).nonzero()
+    if len(long) == 0:
+        return PagedMetadata(batch, len(rows), int(query_start[-1]), _ceil_power_of_two(int(rows.max())))
+    first = int(long[0])
+    start = int(query_start[first])
+    starts = batch.query_start[first:] - start if start else batch.query_start[first:]
+    prefill = PagedBatch(starts, batch.seq_lens[first:], batch.block_table[first:], batch.slots[start:])
+    queries = _ceil_power_of_two(int(rows[:first].max())) if first else 0
+    return PagedMetadata(batch, first, start, queries, prefill)
 
 
 class PagedBackend(AttentionBackend):
@@ -104,6 +152,10 @@ class PageGeometry:
 
 def _floor_power_of_two(value: int) -> int:
     return 1 << (value.bit_length() - 1)
+
+
+def _ceil_power_of_two(value: int) -> int:
+    return 1 << max(value - 1, 0).bit_length()
 
 
 class CacheOwner(AttentionLayerBase):

@@ -1,0 +1,186 @@
+"""The decoder on CUDA: the parameters of `rollout.plugin.model`'s modules in as few passes over memory as can be.
+
+Every sublayer is the same chain: projections (one product for those of one input), preparation of queries, keys, values
+and relative mixtures with the short convolutions and the pages, attention, output projection; then one pass for
+convolution, residual, mixture of blocks and norm, whose output is the next sublayer's input. Values between kernels
+have the model's dtype, as in transformers; sums within them are float32. The modules' own `forward` is the CPU's path
+and what this is tested against.
+
+Nothing here waits for the device, and which kernels run depends only on what the step's metadata says on the host, so a
+step of few rows per request can be captured in a CUDA graph.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+
+from rollout.kernels.cuda import Kernels
+from rollout.kernels.triton_linear import project
+from rollout.plugin.attention import Attention
+from rollout.plugin.attn_residual import MIX_EPS
+from rollout.plugin.conv_state import DynamicShortConvolution, ShortConvolution
+from rollout.plugin.linear import Projection
+from rollout.plugin.paging import PagedMetadata
+
+if TYPE_CHECKING:
+    from rollout.plugin.model import DecoderLayer, TextModel
+
+
+class ConvStep:
+    """Convolution pages of one layer in this step, and where its rows' earlier inputs lie."""
+
+    def __init__(self, state_BNC: torch.Tensor, sources_TL: torch.Tensor, slots_T: torch.Tensor) -> None:
+        self.state, self.sources, self.slots = state_BNC, sources_TL, slots_T
+
+
+class Residuals:
+    """Residual stream of one step: finished blocks and, in the plane after them, the running one."""
+
+    def __init__(self, num_blocks: int, first_TH: torch.Tensor) -> None:
+        self.planes = first_TH.new_empty(num_blocks + 1, *first_TH.shape)
+        self.planes[0] = first_TH
+        self.finished = 0
+
+    def close(self) -> None:
+        """Finish the running block; the next one starts in its own plane."""
+        self.finished += 1
+
+
+def forward(
+    model: TextModel, kernels: Kernels, hidden_TH: torch.Tensor, positions_T: torch.Tensor,
+    metadata: dict[str, PagedMetadata],
+) -> torch.Tensor:  # fmt: skip
+    """Final hidden states of the step's rows [T, H] from embedded tokens, in the model's dtype."""
+    layers: list[DecoderLayer] = list(model.layers)  # type: ignore[arg-type]
+    residuals = Residuals(-(-len(layers) // model.shape.layers_per_block), hidden_TH)
+    sources: dict[int, torch.Tensor] = {}
+    inputs_QTH = torch.stack([rms_norm(hidden_TH, norm.weight, layers[0].norm_eps) for norm in layers[0].input_norms])
+    for index, (layer, pages, conv) in enumerate(zip(layers, model.cache.attention, model.cache.conv, strict=True)):
+        state_BNC, conv_batch = conv.view()[:, 0], metadata[conv.key].batch
+        if id(conv_batch) not in sources:
+            sources[id(conv_batch)] = kernels.tap_sources(conv_batch, hidden_TH.shape[0], state_BNC.shape[1])
+        step = ConvStep(state_BNC, sources[id(conv_batch)], conv_batch.slots)
+        attended_TH = attend(layer.self_attn, kernels, inputs_QTH, positions_T, step, pages.view(), metadata[pages.key])
+        if layer.opens_block:
+            residuals.close()
+        mixed_QTH = conv_mix(
+            kernels, attended_TH, layer.post_attention_convolution, step, residuals, opens=layer.opens_block,
+            queries_QH=layer.mlp_input.query[None], weights_QH=layer.post_attention_layernorm.weight[None],
+            eps=layer.norm_eps,
+        )  # fmt: skip
+        queries_QH, weights_QH = next_input(model, index)
+        inputs_QTH = conv_mix(
+            kernels, layer.mlp(mixed_QTH[0]), layer.post_mlp_convolution, step, residuals, opens=False,
+            queries_QH=queries_QH, weights_QH=weights_QH, eps=layer.norm_eps,
+        )  # fmt: skip
+    return inputs_QTH[0]
+
+
+def next_input(model: TextModel, index: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Queries of the mixture and weights of the norms [Q, H] of what follows a layer: the next one, or the head."""
+    if index + 1 == len(model.layers):
+        return model.final_input.query[None], model.norm.weight[None]
+    following: DecoderLayer = model.layers[index + 1]  # type: ignore[assignment]
+    assert following.attention_input is not None and following.shared_norms is not None
+    return following.attention_input.query.view_as(following.shared_norms), following.shared_norms
+
+
+def conv_mix(
+    kernels: Kernels, x_TH: torch.Tensor, conv: ShortConvolution, step: ConvStep, residuals: Residuals, *,
+    opens: bool, queries_QH: torch.Tensor, weights_QH: torch.Tensor, eps: float,
+) -> torch.Tensor:  # fmt: skip
+    """Inputs of the next sublayer [Q, T, H]; updates the running block, which `x` starts where it `opens` one."""
+    out_QTH = x_TH.new_empty(len(queries_QH), *x_TH.shape)
+    running_TH = residuals.planes[residuals.finished]
+    kernels.conv_mix(
+        x_TH, step.state[..., conv.range], step.sources, step.slots, conv.conv1d.weight, None if opens else running_TH,
+        residuals.planes[: residuals.finished], queries_QH, weights_QH, MIX_EPS, eps, running_TH, out_QTH,
+    )  # fmt: skip
+    return out_QTH
+
+
+def attend(
+    module: Attention, kernels: Kernels, inputs_QTH: torch.Tensor, positions_T: torch.Tensor, step: ConvStep,
+    kv_BKNC: torch.Tensor, metadata: PagedMetadata,
+) -> torch.Tensor:  # fmt: skip
+    """Output of an attention sublayer [T, H] before its short convolution."""
+    assert module.shared is not None
+    kind, bias = module.kind, module.relative_position_bias
+    q_TC, r_TC, gate_TC, k_TC, v_TC = projected(module, inputs_QTH)
+    sink_TN = project(inputs_QTH[:1], module.sink_proj.weight[None])[0]
+    k_dynamic = v_dynamic = None
+    if module.shared.taps is not None:
+        k_dynamic, v_dynamic = project(inputs_QTH[1:], module.shared.taps).unflatten(-1, (kind.num_kv_heads, -1))
+    q_TND = torch.empty(*q_TC.shape[:1], kind.num_heads, kind.head_dim, dtype=q_TC.dtype, device=q_TC.device)
+    r_TNM = torch.empty(*q_TC.shape[:1], *bias.norm.scale.shape, dtype=torch.float32, device=q_TC.device)
+    kernels.prepare(
+        q_TC, k_TC, v_TC, r_TC, module.q_proj.norm.scale, bias.norm.scale, taps(module.k_proj.sconv),
+        taps(module.v_proj.sconv), k_dynamic, v_dynamic, step.state[..., : 2 * k_TC.shape[1]], step.sources,
+        step.slots, kv_BKNC, metadata.batch.slots, positions_T, module.q_clip, module.r_clip, module.norm_eps,
+        kind.log_scaling, q_TND, r_TNM,
+    )  # fmt: skip
+    rows = (q_TND.flatten(1), r_TNM.flatten(1), sink_TN, gate_TC)
+    attended_TC = over_pages(module, kernels, rows, kv_BKNC, metadata)
+    return module.o_proj.linear(attended_TC)
+
+
+def taps(conv: ShortConvolution | DynamicShortConvolution) -> torch.Tensor:
+    """Static taps as the kernels take them."""
+    return conv.static_weight if isinstance(conv, DynamicShortConvolution) else conv.conv1d.weight
+
+
+def projected(module: Attention, inputs_QTH: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """q, r, gate, k and v, [T, C] each; columns of wider tensors."""
+    modules, shared = module.projections(), module.shared
+    assert shared is not None
+    x_TH, k_input_TH, v_input_TH = inputs_QTH if inputs_QTH.shape[0] == 3 else (inputs_QTH[0],) * 3
+    if not all(type(linear) is Projection for linear in modules):
+        # Adapters: each wrapper adds its own product.
+        inputs = (x_TH, x_TH, x_TH, k_input_TH, v_input_TH)
+        return tuple(linear(x) for linear, x in zip(modules, inputs, strict=True))
+    whole = F.linear(x_TH, shared.inputs)
+    if shared.keys_values is None:
+        return whole.split([linear.output_size for linear in modules], dim=-1)
+    keys_values = torch.bmm(inputs_QTH[1:], shared.keys_values.transpose(1, 2))
+    return (*whole.split([linear.output_size for linear in modules[:3]], dim=-1), *keys_values)
+
+
+def over_pages(
+    module: Attention, kernels: Kernels, rows: tuple[torch.Tensor, ...], kv_BKNC: torch.Tensor, metadata: PagedMetadata
+) -> torch.Tensor:
+    """Attention with sink and gate, [T, N D]: requests of few rows through one kernel, those after them the other."""
+    kind, dtype = module.kind, rows[0].dtype
+    constants = (
+        None, None, module.relative_position_bias.proj, module.q_clip, module.r_clip, kind.window, kind.log_scaling,
+    )  # fmt: skip
+    if metadata.prefill is None:
+        queries = metadata.max_queries
+        return kernels.decode(*rows, kv_BKNC, metadata.batch, *constants, max_queries=queries, out_dtype=dtype)
+    few = metadata.decode_rows
+    later = [tensor[few:] for tensor in rows]
+    attended_TC = kernels.prefill(*later, kv_BKNC, metadata.prefill, *constants, out_dtype=dtype)
+    if few == 0:
+        return attended_TC
+    first = [tensor[:few] for tensor in rows]
+    batch = metadata.batch.first(metadata.decode_requests, few)
+    decoded = kernels.decode(*first, kv_BKNC, batch, *constants, max_queries=metadata.max_queries, out_dtype=dtype)
+    return torch.cat((decoded, attended_TC))
+
+
+def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Tensor:
+    """`weight x / rms(x)` in float32, in x's dtype."""
+    return F.rms_norm(x_TH.float(), weight_H.shape, weight_H, eps).to(x_TH.dtype)
+
+
+def reserve(model: TextModel, hidden_TH: torch.Tensor) -> torch.Tensor:
+    """What a step of as many rows allocates at once, for vLLM's measurement of memory before there are pages."""
+    layer: DecoderLayer = model.layers[0]  # type: ignore[assignment]
+    attention = layer.self_attn
+    assert attention.shared is not None
+    residuals = Residuals(-(-len(model.layers) // model.shape.layers_per_block), hidden_TH)
+    whole_TC = F.linear(hidden_TH, attention.shared.inputs)
+    del whole_TC
+    return layer.mlp(residuals.planes[0])
