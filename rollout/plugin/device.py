@@ -77,8 +77,8 @@ def check_device(vllm_config: Any) -> None:
                 f"Set {UNTESTED_GPU}=1 to try its portable kernels there"
             )
         logger.warning(
-            "%s (%s): this engine has never run on such a GPU. It uses portable kernels (Triton attention, %s experts); "
-            "run `inkling-rl verify` before you trust a number",
+            "%s (%s): the engine has never run on such a GPU. It takes portable kernels there (Triton attention, "
+            "%s experts); run `inkling-rl verify` before you trust a number",
             _name(), found.generation, found.experts,
         )  # fmt: skip
     shape = ModelShape.from_config(vllm_config.model_config.hf_text_config)
