@@ -130,8 +130,10 @@ def check_engine(vllm_config: Any) -> None:
     """Refuse engine settings that would compute something else than the model.
 
     Raises:
-        EngineError: dtype, block size or parallelism that the plugin does not cover.
+        EngineError: dtype, block size, parallelism or GPU that the plugin does not cover.
     """
+    from rollout.plugin.device import check_device
+
     model, cache, parallel = vllm_config.model_config, vllm_config.cache_config, vllm_config.parallel_config
     _require("dtype", model.dtype in SUPPORTED_DTYPES, "float32 or bfloat16", model.dtype)
     _require("kv_cache_dtype", cache.cache_dtype in ("auto", "bfloat16"), "auto or bfloat16", cache.cache_dtype)
@@ -141,6 +143,7 @@ def check_engine(vllm_config: Any) -> None:
     _require("block_size", block >= 16 and block & (block - 1) == 0, "a power of two of 16 or more", block)
     sizes = (parallel.tensor_parallel_size, parallel.pipeline_parallel_size)
     _require("tensor_parallel_size x pipeline_parallel_size", sizes == (1, 1), "1 x 1", f"{sizes[0]} x {sizes[1]}")
+    check_device(vllm_config)
 
 
 def _require(name: str, holds: bool, requirement: str, value: object) -> None:
