@@ -116,13 +116,14 @@ def attention(
     alpha, floor = log_scaling or (0.0, 1)
     shape = {
         "KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "MAX_QUERIES": max_queries,
-        "WINDOW": window or 0, "TILE": tiles.tile, "BATCH": max(16, triton.next_power_of_2(requests)),
+        "WINDOW": window or 0, "TILE": tiles.tile, "PAGE": kv_BKNC.shape[2],
+        "BATCH": max(16, triton.next_power_of_2(requests)),
     }  # fmt: skip
     _decode_kernel[(programs,)](
         q_TC, r_TC, q_scale_ND, r_scale_NM, proj_MR, kv_BKNC, batch.block_table, batch.query_start, batch.seq_lens,
         pieces, sums, requests, q_TC.stride(0), r_TC.stride(0), *kv_BKNC.stride()[:3], batch.block_table.stride(0),
         q_clip, r_clip, alpha, float(floor),
-        REL=proj_MR.shape[0], EXTENT=proj_MR.shape[1], PAGE=kv_BKNC.shape[2], ROWS=rows,
+        REL=proj_MR.shape[0], EXTENT=proj_MR.shape[1], ROWS=rows,
         LOG_SCALING=log_scaling is not None and q_scale_ND is not None, MODE=_mode(kv_BKNC.dtype), EARLY=early_merge,
         **shape, num_warps=tiles.warps, num_stages=tiles.stages,
     )  # fmt: skip
@@ -167,7 +168,7 @@ def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "table_stride"])
 def _decode_kernel(
     q, r, q_scale, r_scale, proj, kv, table, query_start, seq_lens, pieces, sums,
     requests, q_stride, r_stride, block_stride, head_stride, token_stride, table_stride,
@@ -179,7 +180,7 @@ def _decode_kernel(
     """One program's stretch of the line of work: a piece for each pair that it crosses."""
     if EARLY:  # the merge may come as soon as there is room for it, which is when programs of this kernel end
         tl.extra.cuda.gdc_launch_dependents()
-    ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH)
+    ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH, PAGE)
     work = tl.max(ends, 0)
     per_program = tl.cdiv(work, tl.num_programs(0))
     start = tl.program_id(0) * per_program
@@ -188,11 +189,11 @@ def _decode_kernel(
         return
     request = tl.sum((ends <= start).to(tl.int32), 0)
     pair_start = tl.max(tl.where(ends <= start, ends, 0), 0)
-    begin, count, length, first, tiles = _request(query_start, seq_lens, request, WINDOW, TILE)
+    begin, count, length, first, tiles = _request(query_start, seq_lens, request, WINDOW, TILE, PAGE)
     head = (start - pair_start) // tiles
     pair_start += head * tiles
     while pair_start < stop:
-        begin, count, length, first, tiles = _request(query_start, seq_lens, request, WINDOW, TILE)
+        begin, count, length, first, tiles = _request(query_start, seq_lens, request, WINDOW, TILE, PAGE)
         if tiles > 0:
             rows = tl.arange(0, ROWS)
             token = rows // GROUP
@@ -218,12 +219,12 @@ def _decode_kernel(
 
 
 @triton.jit
-def _request(query_start, seq_lens, request, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """First row, rows, length, first visible position and tiles of a request."""
+def _request(query_start, seq_lens, request, WINDOW: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr):
+    """First row, rows, length, position of the first tile and tiles of a request."""
     begin = tl.load(query_start + request)
     count = tl.load(query_start + request + 1) - begin
     length = tl.load(seq_lens + request)
-    first, tiles = visible(length, count, WINDOW, TILE)
+    first, tiles = visible(length, count, WINDOW, TILE, PAGE)
     return begin, count, length, first, tiles
 
 
@@ -244,15 +245,16 @@ def _attend(
         plain = tl.minimum(tl.maximum((start - EXTENT + 1) // TILE, low), high)
         for tile in range(low, plain):
             keys, values = _load(
-                kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, False
+                kv, table, first + tile * TILE, 0, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, False
             )
             out, top, total = _step(dot(queries, keys, None, MODE), values, out, top, total, MODE, False)
+    lowest = start - WINDOW + 1 if WINDOW > 0 else 0
     # Profiles come a tile ahead, or their way from the second cache would be added to every tile's time.
     last = start - first - TILE + 1
     ahead = load_profiles(proj, last - plain * TILE, REL, EXTENT, MAX_QUERIES, TILE)
     for tile in range(plain, high):
         keys, values = _load(
-            kv, table, first + tile * TILE, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, WINDOW, True
+            kv, table, first + tile * TILE, lowest, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, True
         )
         profiles = ahead
         ahead = load_profiles(proj, last - (tile + 1) * TILE, REL, EXTENT, MAX_QUERIES, TILE)
@@ -269,14 +271,14 @@ def _attend(
 
 @triton.jit
 def _load(
-    kv, table, position, length, block_stride, token_stride, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
-    TILE: tl.constexpr, WINDOW: tl.constexpr, MASKED: tl.constexpr,
+    kv, table, position, lowest, length, block_stride, token_stride, HEAD_DIM: tl.constexpr, PAGE: tl.constexpr,
+    TILE: tl.constexpr, MASKED: tl.constexpr,
 ):  # fmt: skip
-    """Keys and values [TILE, D] from `position` on. MASKED: what lies at or beyond `length` is not read, but zero."""
+    """Keys and values [TILE, D] from `position` on. MASKED: only from `lowest` to `length - 1`, the others are zero."""
     offsets = tl.arange(0, TILE)
-    inside = position + offsets < length
+    inside = (position + offsets >= lowest) & (position + offsets < length)
     # The pipeline computes addresses ahead of the loop's end, and the table is read for real: it must not be left.
-    if WINDOW == 0 and PAGE % TILE == 0:
+    if PAGE % TILE == 0:
         block = _table_entry(table + tl.minimum(position, length - 1) // PAGE)
         place = block.to(tl.int64) * block_stride + (position % PAGE + offsets) * token_stride
     else:

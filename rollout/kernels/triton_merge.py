@@ -19,10 +19,16 @@ _LN_2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
-def visible(length, num_queries, WINDOW: tl.constexpr, TILE: tl.constexpr):
-    """First position that the request's first query sees (0 without a window), and tiles from there to the end."""
+def visible(length, num_queries, WINDOW: tl.constexpr, TILE: tl.constexpr, PAGE: tl.constexpr):
+    """Where a request's tiles begin, and how many there are to the end of it.
+
+    They begin at 0, or with a window where the first query sees first; further back, at a multiple of the tile, if a
+    tile then lies within one block.
+    """
     if WINDOW > 0:
         first = tl.maximum(length - num_queries - WINDOW + 1, 0)
+        if PAGE % TILE == 0:
+            first -= first % TILE
     else:
         first = length * 0
     return first, tl.where(num_queries > 0, (length - first + TILE - 1) // TILE, 0)
@@ -31,7 +37,7 @@ def visible(length, num_queries, WINDOW: tl.constexpr, TILE: tl.constexpr):
 @triton.jit
 def line_of_work(
     query_start, seq_lens, requests, KV_HEADS: tl.constexpr, WINDOW: tl.constexpr, TILE: tl.constexpr,
-    BATCH: tl.constexpr,
+    BATCH: tl.constexpr, PAGE: tl.constexpr,
 ):  # fmt: skip
     """Tiles up to and including each request, over all heads, int32 [BATCH]; requests beyond the last add none."""
     index = tl.arange(0, BATCH)
@@ -39,17 +45,17 @@ def line_of_work(
     length = tl.load(seq_lens + index, mask=inside, other=0)
     before = tl.load(query_start + index, mask=inside, other=0)
     after = tl.load(query_start + index + 1, mask=inside, other=0)
-    tiles = visible(length, after - before, WINDOW, TILE)[1]
+    tiles = visible(length, after - before, WINDOW, TILE, PAGE)[1]
     return tl.cumsum(tiles, 0) * KV_HEADS
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["requests", "programs"])
 def merge_kernel(
     pieces, sums, sink, gate, out, query_start, seq_lens,
     requests, programs, sink_stride, gate_stride,
     KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr, MAX_QUERIES: tl.constexpr,
-    WINDOW: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, CHUNK: tl.constexpr, HEADS: tl.constexpr,
-    EARLY: tl.constexpr,
+    WINDOW: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr, CHUNK: tl.constexpr,
+    HEADS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """Weigh the pieces of one row of the step, apply sink and gate in float32, round once.
 
@@ -65,7 +71,7 @@ def merge_kernel(
         kv_head = tl.program_id(1)
         member = tl.arange(0, HEADS)
     real = member < GROUP
-    ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH)
+    ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH, PAGE)
     per_program = tl.maximum(tl.cdiv(tl.max(ends, 0), programs), 1)
     index = tl.arange(0, BATCH)
     last_row = tl.load(query_start + index + 1, mask=index < requests, other=2147483647)
@@ -77,7 +83,8 @@ def merge_kernel(
         tl.store(place, tl.zeros([HEADS, HEAD_DIM], out.dtype.element_ty), mask=real[:, None])
         return
     begin = tl.load(query_start + request)
-    tiles = visible(tl.load(seq_lens + request), tl.load(query_start + request + 1) - begin, WINDOW, TILE)[1]
+    count = tl.load(query_start + request + 1) - begin
+    tiles = visible(tl.load(seq_lens + request), count, WINDOW, TILE, PAGE)[1]
     first_tile = tl.max(tl.where(index < request, ends, 0), 0) + kv_head * tiles
     first, last = first_tile // per_program, (first_tile + tiles - 1) // per_program
     pair = request * KV_HEADS + kv_head

@@ -32,6 +32,8 @@ SIZES = {
     "many": replace(FULL, step=tuple((11 * n, 1) for n in range(300)), padding=20),
     "sliding": replace(SLIDING, step=tuple((past, 1) for past in (0, 1, 500, 1022, 1023, 1024, 3000))),
     "sliding, verify": replace(SLIDING, step=((3000, 8), (1020, 8), (0, 8))),
+    "sliding, large pages": replace(SLIDING, step=((3000, 1), (1022, 1), (70, 1)), page=64, layers_per_page=1),
+    "sliding, verify, large pages": replace(SLIDING, step=((3001, 8), (1020, 3), (0, 8)), page=128, layers_per_page=1),
     "large pages": replace(FULL, step=((5000, 2),), page=256),
     "prepared": replace(FULL, step=((5000, 2),), prepared=True),
 }

@@ -56,6 +56,7 @@ CASES = {
     "one long, some short": Case(step=((2, 1), (200, 1), (0, 1), (5, 1)), extent=48),
     "sliding": Case(step=((37, 1), (0, 1), (90, 1)), window=16),
     "sliding, verify": Case(step=((37, 8), (90, 3)), window=16, heads=(6, 1)),
+    "sliding, a tile within a block": Case(step=((37, 1), (0, 2), (90, 3)), window=20, page=32),
     "window smaller than extent": Case(step=((37, 1), (90, 2)), window=8, extent=24),
     "extent smaller than window": Case(step=((37, 1), (90, 2)), window=40, extent=3),
     "window 1": Case(step=((37, 1), (90, 2)), window=1),

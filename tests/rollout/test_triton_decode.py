@@ -140,12 +140,14 @@ TYPES = {
 RELEASE = {"KV_HEADS": 8, "GROUP": 6, "HEAD_DIM": 128, "EXTENT": 1024, "PAGE": 64, "WINDOW": 0}
 TINY = {"KV_HEADS": 2, "GROUP": 6, "HEAD_DIM": 16, "EXTENT": 16, "PAGE": 32, "WINDOW": 0}
 SLIDING = {"WINDOW": 1024, "PAGE": 8}
+LARGE_PAGES = {"WINDOW": 1024, "PAGE": 64}
 KERNELS: dict[str, tuple[dict[str, int], int, torch.dtype]] = {
     "decode": (RELEASE, 1, BF16),
     "verify 2": (RELEASE, 2, BF16),
     "verify 4": (RELEASE, 4, BF16),
     "verify 8": (RELEASE, 8, BF16),
     "sliding": (RELEASE | SLIDING, 1, BF16),
+    "sliding, large pages": (RELEASE | LARGE_PAGES, 1, BF16),
     "sliding, verify 8": (RELEASE | SLIDING, 8, BF16),
     "float32": (RELEASE, 1, torch.float32),
     "float32, verify 8": (RELEASE, 8, torch.float32),
@@ -247,7 +249,7 @@ def _loops(sass: str) -> list[int]:
 def test_the_merge_spills_nothing_and_reads_wide(heads: int, chunk: int) -> None:
     constants = {
         "KV_HEADS": 8, "GROUP": 6, "HEAD_DIM": 128, "MAX_QUERIES": 1, "WINDOW": 0, "TILE": 64, "BATCH": 16,
-        "CHUNK": chunk, "HEADS": heads, "EARLY": True,
+        "CHUNK": chunk, "HEADS": heads, "EARLY": True, "PAGE": 64,
     }  # fmt: skip
     types = TYPES | {"gate": "*bf16", "out": "*bf16"}
     ptx, sass, resources, _ = _compile(triton_merge.merge_kernel, constants, types, 4, 2)
