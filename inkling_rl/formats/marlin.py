@@ -26,7 +26,7 @@ Not an arithmetic of its own: `inkling_rl.formats.mixed` quantises, `reference.m
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -50,7 +50,18 @@ from inkling_rl.formats.marlin_layout import (
 )
 from inkling_rl.formats.reference import marlin as reference
 
-__all__ = ["dequantize", "flushed_blocks", "from_release", "from_weights", "padded_width", "shapes", "to_release"]
+__all__ = [
+    "dequantize",
+    "flushed_blocks",
+    "from_release",
+    "from_weights",
+    "matrices_from_release",
+    "padded_width",
+    "shapes",
+    "to_release",
+]
+
+_EXPERTS_AT_ONCE = 16
 
 
 def from_release(
@@ -75,12 +86,34 @@ def from_release(
         FormatError: companions missing, another format, sizes that Marlin or the slice cannot take, scales that are
             negative or NaN, an outer scale that the engine's float32 cannot hold.
     """
+    engine: dict[str, torch.Tensor] = {}
+    for tensors in matrices_from_release(stored, expert_format, tp_rank=tp_rank, tp_size=tp_size, name=name):
+        engine |= tensors
+    return engine
+
+
+def matrices_from_release(
+    stored: Mapping[str, torch.Tensor],
+    expert_format: ExpertFormat,
+    *,
+    device: torch.device | None = None,
+    tp_rank: int = 0,
+    tp_size: int = 1,
+    name: str = "experts",
+) -> Iterator[dict[str, torch.Tensor]]:
+    """`from_release`, one matrix after the other.
+
+    With a `device` other than that of the stored tensors, it converts: some experts at a time are moved there, so that
+    it holds one matrix of the result and little else.
+    """
     hidden, width, parts = _checked_parts(stored, expert_format, tp_rank, tp_size, name)
     shifts = _checked_shifts(parts, expert_format, name)
-    engine: dict[str, torch.Tensor] = {}
     for matrix, part in parts.items():
-        engine |= _engine_matrix(part, matrix, expert_format, hidden, width // tp_size, shifts.get(matrix))
-    return engine
+        sizes = hidden, width // tp_size, shifts.get(matrix)
+        if device is None or device == part[matrix].device:
+            yield _engine_matrix(part, matrix, expert_format, *sizes)
+        else:
+            yield _moved_matrix(part, matrix, expert_format, *sizes, device)
 
 
 def from_weights(
@@ -231,6 +264,30 @@ def _engine_matrix(
     }
     if shift is not None:
         engine[f"{matrix}_scale_2"] = reference.outer_scale(part[f"{matrix}_amax"].float(), shift[1], shift[0])
+    return engine
+
+
+def _moved_matrix(
+    part: Mapping[str, torch.Tensor],
+    matrix: str,
+    expert_format: ExpertFormat,
+    hidden: int,
+    width: int,
+    shift: tuple[int, int] | None,
+    device: torch.device,
+) -> dict[str, torch.Tensor]:
+    """`_engine_matrix` on another device."""
+    experts = len(part[matrix])
+    engine = {
+        key: torch.empty(shape, dtype=dtype, device=device)
+        for key, (shape, dtype) in shapes(expert_format, experts, hidden, width).items()
+        if key.startswith(matrix)
+    }
+    for first in range(0, experts, _EXPERTS_AT_ONCE):
+        some = slice(first, first + _EXPERTS_AT_ONCE)
+        moved = {key: tensor[some].to(device) for key, tensor in part.items() if tensor.ndim}
+        for key, tensor in _engine_matrix(moved, matrix, expert_format, hidden, width, shift).items():
+            engine[key][some] = tensor
     return engine
 
 

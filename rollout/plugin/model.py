@@ -58,7 +58,7 @@ class DecoderLayer(nn.Module):
         self.attention_input = ResidualQuery(shape.hidden_size, 3 if full else 1) if layer > 0 else None
         self.mlp_input = ResidualQuery(shape.hidden_size)
         self.self_attn = Attention(shape, layer, f"{prefix}.self_attn")
-        self.mlp = SparseMoe(shape)
+        self.mlp = SparseMoe(shape, layer)
         self.input_norm_names = ("q_input", "k_input", "v_input") if full else ("input",)
         for name in self.input_norm_names:
             self.add_module(f"{name}_layernorm", RMSNormWeight(shape.hidden_size))
@@ -136,7 +136,7 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
         if current_platform.is_cpu():
             ops.have_native()  # build now rather than in the first request
         self.config = vllm_config.model_config.hf_text_config
-        self.shape = ModelShape.from_config(self.config)
+        self.shape = ModelShape.from_config(self.config, loader.expert_formats(vllm_config))
         self.model = TextModel(self.shape, vllm_config, f"{prefix}.model".lstrip("."))
         dtype = vllm_config.model_config.dtype
         self.lm_head = Weight(self.shape.unpadded_vocab_size, self.shape.hidden_size, dtype=dtype)

@@ -7,10 +7,13 @@ start-up.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
+
+from inkling_rl.formats import ExpertFormat
 
 SUPPORTED_DTYPES = (torch.float32, torch.bfloat16)
 # The C++ kernels keep one head in registers or on the stack; Triton's dot wants 16, the release uses 128.
@@ -58,14 +61,16 @@ class ModelShape:
     vocab_size: int
     unpadded_vocab_size: int
     norm_eps: float
+    expert_formats: tuple[ExpertFormat, ...]
+    """How each layer's experts are stored."""
 
     def attention(self, layer: int) -> AttentionShape:
         """The attention of a layer."""
         return self.full if self.is_full[layer] else self.sliding
 
     @classmethod
-    def from_config(cls, config: Any) -> ModelShape:
-        """Read a transformers `Inkling2TextConfig`.
+    def from_config(cls, config: Any, expert_formats: Sequence[ExpertFormat] | None = None) -> ModelShape:
+        """Read a transformers `Inkling2TextConfig`; experts are bfloat16 unless their formats are given.
 
         Raises:
             EngineError: a value that the kernels do not cover.
@@ -123,6 +128,7 @@ class ModelShape:
             vocab_size=config.vocab_size,
             unpadded_vocab_size=config.unpadded_vocab_size,
             norm_eps=config.rms_norm_eps,
+            expert_formats=tuple(expert_formats or ["bf16"] * config.num_hidden_layers),
         )
 
 
