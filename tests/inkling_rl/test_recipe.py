@@ -25,6 +25,11 @@ def test_shipped_recipes_are_valid_and_survive_a_round_trip(name: str, tmp_path:
     assert load(written) == recipe
 
 
+def test_the_gpu_recipe_does_not_run_on_fallbacks() -> None:
+    assert load("inkling-2-small-lora-gsm8k.yaml").rollout.strict_kernels is True
+    assert load("quickstart.yaml").rollout.strict_kernels is None
+
+
 def test_few_fields_and_every_one_is_documented() -> None:
     leaves = [path for path in fields() if "." in path]
     assert len(leaves) < 80

@@ -60,6 +60,8 @@ def test_engines_as_ray_actors_get_the_same_arguments(recipes: Recipes) -> None:
     arguments = build(recipes(), engine_url=None).generator.inference_engine.engine_init_kwargs
     assert arguments["logprobs_mode"] == "processed_logprobs" and arguments["enable_lora"] is True
     assert arguments["served_model_name"] == ["base"] and arguments["max_model_len"] == 128
+    strict = build(recipes(rollout={"strict_kernels": True}), engine_url=None).generator.inference_engine
+    assert strict.engine_init_kwargs["additional_config"] == {"inkling2": {"strict_kernels": True}}
 
 
 def test_escape_hatch_is_merged_last_and_checked(recipes: Recipes) -> None:
