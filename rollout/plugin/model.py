@@ -2,7 +2,8 @@
 
 Not the vision tower and not the draft model: their tensors are skipped knowingly when a checkpoint is loaded. Module
 tree and parameter names equal transformers' `Inkling2ForCausalLM` (5.24), so adapters made there fit here; for names
-with `model.language_model.` there is a mapper. Every value between layers is float32, see docs/engine.md.
+with `model.language_model.` there is a mapper. On the CPU every value between layers is float32, see docs/engine.md; on
+CUDA the layers run in `rollout.plugin.fused`.
 """
 
 from __future__ import annotations
@@ -13,19 +14,22 @@ from typing import ClassVar
 import torch
 import torch.nn.functional as F
 from torch import nn
-from vllm.config import VllmConfig
+from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
 from vllm.model_executor.models.interfaces import SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
-from rollout.kernels import ops
-from rollout.plugin import loader
+from rollout.kernels import cuda, ops
+from rollout.kernels.cuda import Kernels
+from rollout.kernels.layout import consecutive
+from rollout.plugin import fused, loader
 from rollout.plugin.attention import Attention
 from rollout.plugin.attn_residual import BlockStates, ResidualQuery, RMSNormWeight
 from rollout.plugin.conv_state import ConvStream, ShortConvolution
 from rollout.plugin.experts import SparseMoe
 from rollout.plugin.linear import Weight
+from rollout.plugin.options import strict_kernels
 from rollout.plugin.paging import CachePlan, PagedMetadata
 from rollout.plugin.registration import check_active
 from rollout.plugin.shape import ModelShape, check_engine
@@ -41,8 +45,11 @@ class NormedEmbedding(nn.Module):
         self.eps = shape.norm_eps
 
     def forward(self, input_ids_T: torch.Tensor) -> torch.Tensor:
-        """float32 [T, H]."""
-        rows_TH = F.embedding(input_ids_T, self.weight).float()
+        """[T, H]: float32 on the CPU, else in the model's dtype."""
+        rows_TH = F.embedding(input_ids_T, self.weight)
+        if rows_TH.is_cuda:
+            return fused.rms_norm(rows_TH, self.embed_norm.weight, self.eps)
+        rows_TH = rows_TH.float()
         return ops.mix_norm(rows_TH[:0], rows_TH, None, self.embed_norm.weight[None], 0.0, self.eps)[0]
 
 
@@ -62,6 +69,8 @@ class DecoderLayer(nn.Module):
         self.input_norm_names = ("q_input", "k_input", "v_input") if full else ("input",)
         for name in self.input_norm_names:
             self.add_module(f"{name}_layernorm", RMSNormWeight(shape.hidden_size))
+        norms = [norm.weight for norm in self.input_norms]
+        self.shared_norms = None if norms[0].is_cpu else consecutive(*norms).view(-1, shape.hidden_size)
         self.post_attention_layernorm = RMSNormWeight(shape.hidden_size)
         kv = 2 * kind.num_kv_heads * kind.head_dim
         self.post_attention_convolution = ShortConvolution(shape.hidden_size, shape.conv_taps, kv)
@@ -105,19 +114,43 @@ class TextModel(nn.Module):
         self.norm = RMSNormWeight(shape.hidden_size)
         self.final_input = ResidualQuery(shape.hidden_size)
         self.cache = CachePlan.create(shape, vllm_config, prefix)
+        self.kernels: Kernels | None = None
+        """On CUDA only."""
 
-    def forward(self, hidden_TH: torch.Tensor) -> torch.Tensor:
-        """Final hidden states of the step's rows, float32 [T, H], from embedded tokens."""
+    def use(self, kernels: Kernels) -> None:
+        """Run on these kernels from now on."""
+        self.kernels = kernels
+        for layer in self.layers:
+            layer.mlp.use(kernels)  # type: ignore[operator, union-attr]
+
+    def forward(self, hidden_TH: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+        """Final hidden states of the step's rows [T, H] in the dtype of `hidden`, from embedded tokens."""
         metadata = get_forward_context().attn_metadata
         if metadata is None:
-            # Profiling without pages: nothing to attend to, and nothing here allocates more than a real step.
-            return torch.zeros_like(hidden_TH)
+            # Profiling without pages. On the CPU nothing here allocates more than a real step.
+            return fused.reserve(self, hidden_TH) if hidden_TH.is_cuda else torch.zeros_like(hidden_TH)
+        if hidden_TH.is_cuda:
+            assert self.kernels is not None
+            return fused.forward(self, self.kernels, hidden_TH, positions_T, metadata)
         num_blocks = -(-self.shape.num_layers // self.shape.layers_per_block)
         blocks = BlockStates(num_blocks, hidden_TH)
         for layer, attention, conv in zip(self.layers, self.cache.attention, self.cache.conv, strict=True):
             stream = ConvStream(conv.view(), metadata[conv.key].batch)
             hidden_TH = layer(hidden_TH, blocks, stream, attention.view(), metadata[attention.key])
         return blocks.mix(hidden_TH, self.final_input, (self.norm,), self.shape.norm_eps)[0]
+
+
+def load_kernels(vllm_config: VllmConfig, shape: ModelShape) -> Kernels:
+    """The kernels of this GPU; CUDA graphs of whole decode steps, or none where a kernel cannot be captured."""
+    from rollout.plugin.device import kernel_sizes
+
+    device = torch.device("cuda", torch.cuda.current_device())
+    kernels = cuda.load(device, kernel_sizes(vllm_config, shape), strict=strict_kernels(vllm_config))
+    compilation = vllm_config.compilation_config
+    # Nothing here is compiled by torch, so a graph is never cut into pieces.
+    mode = (compilation.cudagraph_mode or CUDAGraphMode.NONE).without_piecewise()
+    compilation.cudagraph_mode = mode if kernels.capturable else CUDAGraphMode.NONE
+    return kernels
 
 
 class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
@@ -138,11 +171,13 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
         self.config = vllm_config.model_config.hf_text_config
         self.shape = ModelShape.from_config(self.config, loader.expert_formats(vllm_config))
         self.model = TextModel(self.shape, vllm_config, f"{prefix}.model".lstrip("."))
+        if not current_platform.is_cpu():
+            self.model.use(load_kernels(vllm_config, self.shape))
         dtype = vllm_config.model_config.dtype
         self.lm_head = Weight(self.shape.unpadded_vocab_size, self.shape.hidden_size, dtype=dtype)
 
     def embed_input_ids(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Normed embeddings, float32 [T, H]."""
+        """Normed embeddings [T, H]."""
         return self.model.embed_tokens(input_ids)
 
     def forward(
@@ -152,11 +187,11 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
         intermediate_tensors: object = None,
         inputs_embeds: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Hidden states, float32 [T, H]. Positions follow from the page tables and are not used."""
+        """Hidden states [T, H], float32 on the CPU. Positions follow from the page tables there and are not used."""
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
-        return self.model(inputs_embeds)
+        return self.model(inputs_embeds, positions)
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Softcapped float32 logits [T, vocab_size]; the columns of padding tokens are -inf."""
