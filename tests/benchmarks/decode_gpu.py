@@ -57,10 +57,10 @@ SHAPES = {
     16: (
         Tiles(64, 4, 4, 2), Tiles(64, 4, 3, 2), Tiles(32, 4, 4, 3), Tiles(32, 4, 3, 3), Tiles(32, 2, 4, 4),
         Tiles(32, 2, 3, 4), Tiles(16, 2, 6, 4), Tiles(16, 2, 4, 5), Tiles(16, 1, 3, 8), Tiles(16, 1, 4, 7),
-        Tiles(16, 1, 3, 6), Tiles(64, 8, 4, 2),
+        Tiles(16, 1, 3, 6), Tiles(64, 8, 4, 1),
     ),
     64: (
-        Tiles(32, 4, 4, 2), Tiles(32, 4, 3, 2), Tiles(16, 4, 6, 2), Tiles(64, 4, 2, 2), Tiles(64, 4, 4, 1),
+        Tiles(32, 4, 4, 2), Tiles(32, 4, 3, 2), Tiles(16, 4, 6, 2), Tiles(64, 4, 2, 1), Tiles(64, 4, 4, 1),
         Tiles(64, 8, 4, 1),
     ),
 }  # fmt: skip

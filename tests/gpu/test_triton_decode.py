@@ -81,8 +81,8 @@ def test_extreme_sinks_and_logits(sink: float) -> None:
 
 
 SHAPES = {
-    1: (Tiles(16, 1, 3, 8), Tiles(16, 2, 6, 4), Tiles(32, 2, 4, 4), Tiles(64, 4, 3, 2), Tiles(64, 8, 4, 2)),
-    8: (Tiles(16, 4, 6, 2), Tiles(32, 4, 3, 2), Tiles(64, 4, 2, 2), Tiles(64, 8, 4, 1)),
+    1: (Tiles(16, 1, 3, 8), Tiles(16, 2, 6, 4), Tiles(32, 2, 4, 4), Tiles(64, 4, 3, 2), Tiles(64, 8, 4, 1)),
+    8: (Tiles(16, 4, 6, 2), Tiles(32, 4, 3, 2), Tiles(64, 4, 2, 1), Tiles(64, 8, 4, 1)),
 }
 
 
