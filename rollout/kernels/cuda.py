@@ -13,7 +13,8 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cache
 from importlib import import_module
@@ -23,7 +24,7 @@ import torch
 
 from inkling_rl.native import KERNELS_ENV
 from rollout.kernels import fallback
-from rollout.kernels.trials import TRIALS, Sizes, Trial, worst_error
+from rollout.kernels.trials import TRIALS, Sizes, Trial, moved, worst_error
 
 __all__ = ["FALLBACKS", "KernelError", "Kernels", "Sizes", "load"]
 
@@ -43,6 +44,10 @@ class Kernels:
     conv_mix: Callable[..., None]
     route: Callable[..., tuple[torch.Tensor, torch.Tensor]]
     activation: Callable[..., torch.Tensor]
+    align: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor]]
+    weighted_sum: Callable[..., torch.Tensor]
+    project: Callable[..., torch.Tensor]
+    softcap_logits: Callable[..., torch.Tensor]
     decode: Callable[..., torch.Tensor]
     prefill: Callable[..., torch.Tensor]
     fell_back: tuple[str, ...] = ()
@@ -60,6 +65,10 @@ _FALLBACKS: dict[str, Callable[..., Any]] = {
     "conv_mix": fallback.conv_mix,
     "route": fallback.route,
     "activation": fallback.expert_activation,
+    "align": fallback.align,
+    "weighted_sum": fallback.weighted_sum,
+    "project": fallback.project,
+    "softcap_logits": fallback.softcap_logits,
     "decode": fallback.decode_attention,
     "prefill": fallback.prefill_attention,
 }
@@ -69,6 +78,10 @@ _TRITON = {
     "conv_mix": ("triton_conv_mix", "conv_mix"),
     "route": ("triton_router", "route"),
     "activation": ("triton_activation", "expert_activation"),
+    "align": ("triton_moe_align", "align"),
+    "weighted_sum": ("triton_moe_sum", "weighted_sum"),
+    "project": ("triton_linear", "project"),
+    "softcap_logits": ("triton_softcap", "softcap_logits"),
     "decode": ("triton_decode", "attention"),
     "prefill": ("triton_prefill", "attention"),
 }
@@ -124,10 +137,11 @@ def _try(name: str, device: torch.device, sizes: Sizes) -> tuple[Callable[..., A
     """The kernel, and what is wrong with it."""
     try:
         kernel = _triton(name)
-        for trial in TRIALS[name](sizes):
-            error = _error(kernel, _FALLBACKS[name], trial, device)
-            if not error <= trial.limit:
-                return kernel, f"{trial.what}: it computes something else, relative error {error:.1e}"
+        with _plain_defaults():
+            for trial in TRIALS[name](sizes):
+                error = _error(kernel, _FALLBACKS[name], trial, device)
+                if not error <= trial.limit:
+                    return kernel, f"{trial.what}: it computes something else, relative error {error:.1e}"
     # A compiler, a driver, an assembler and a cache on disk can fail in ways that nobody lists. All of them are
     # answered in the same way, and none is passed over without a word.
     except Exception as error:
@@ -137,11 +151,24 @@ def _try(name: str, device: torch.device, sizes: Sizes) -> tuple[Callable[..., A
     return kernel, None
 
 
+@contextmanager
+def _plain_defaults() -> Iterator[None]:
+    """New tensors on the host and in float32: a model is built with the device and its dtype as defaults."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float32)
+    try:
+        with torch.device("cpu"):
+            yield
+    finally:
+        torch.set_default_dtype(before)
+
+
 def _error(kernel: Callable[..., Any], slow: Callable[..., Any], trial: Trial, device: torch.device) -> float:
     """The largest error of what the kernel returns and of what it writes, against the fallback on the host."""
-    expected, given = trial.arguments, trial.to(device)
-    pairs = [(trial.call(kernel, given), trial.call(slow, expected))]
-    pairs += [(given[place], expected[place]) for place in trial.written]
+    host, given, expected = torch.device("cpu"), trial.to(device), trial.to(torch.device("cpu"))
+    pairs = [(moved(trial.call(kernel, given), host), trial.call(slow, expected))]
+    pairs = [(trial.kept(got), trial.kept(wanted)) for got, wanted in pairs]
+    pairs += [(moved(given[place], host), expected[place]) for place in trial.written]
     return max(worst_error(got, wanted) for got, wanted in pairs)
 
 

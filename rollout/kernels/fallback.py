@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -26,6 +26,14 @@ LAGS = 3
 SCORES = 1 << 26
 # Keys from which on the heads go one after the other: copies of keys for every query head would not fit beside a cache.
 MANY_KEYS = 1 << 14
+
+
+class Blocks(NamedTuple):
+    """Fields of `triton_moe_align.Blocks`, which cannot be imported without Triton."""
+
+    rows: torch.Tensor
+    experts: torch.Tensor
+    num_rows: torch.Tensor
 
 
 def tap_sources(
@@ -205,6 +213,49 @@ def expert_activation(
     """`triton_activation.expert_activation`."""
     activated_TI = composed.expert_activation(gate_up_TC, gate_cap, up_cap)
     return activated_TI.to(gate_up_TC.dtype) if out_TI is None else out_TI.copy_(activated_TI)
+
+
+def weighted_sum(
+    outputs_TKH: torch.Tensor, weights_TK: torch.Tensor, out_TH: torch.Tensor | None = None
+) -> torch.Tensor:
+    """`triton_moe_sum.weighted_sum`."""
+    total_TH = torch.zeros_like(outputs_TKH[:, 0], dtype=torch.float32)
+    for rank in range(outputs_TKH.shape[1]):
+        total_TH += outputs_TKH[:, rank].float() * weights_TK[:, rank, None]
+    return total_TH.to(outputs_TKH.dtype) if out_TH is None else out_TH.copy_(total_TH)
+
+
+def align(experts_TK: torch.Tensor, num_experts: int, block_size: int) -> Blocks:
+    """`triton_moe_align.align`."""
+    expert_P, device = experts_TK.flatten().long(), experts_TK.device
+    pairs = expert_P.shape[0]
+    num_blocks = -(-min(pairs * block_size, pairs + num_experts * (block_size - 1)) // block_size)
+    counts_E = torch.zeros(num_experts, dtype=torch.int64, device=device).scatter_add_(
+        0, expert_P, torch.ones_like(expert_P)
+    )
+    blocks_E = (counts_E + block_size - 1) // block_size
+    ends_E = blocks_E.cumsum(0)
+    owner_P, pair_P = expert_P.sort(stable=True)
+    rank_P = torch.arange(pairs, device=device) - (counts_E.cumsum(0) - counts_E)[owner_P]
+    rows = torch.full((num_blocks * block_size,), pairs, dtype=torch.int32, device=device)
+    rows[(ends_E - blocks_E)[owner_P] * block_size + rank_P] = pair_P.int()
+    owners = torch.searchsorted(ends_E, torch.arange(num_blocks, device=device), right=True, out_int32=True)
+    return Blocks(rows, owners.clamp(max=num_experts - 1), (ends_E[-1:] * block_size).int())
+
+
+def project(x_JTH: torch.Tensor, weight_JNH: torch.Tensor) -> torch.Tensor:
+    """`triton_linear.project`."""
+    return torch.bmm(x_JTH.float(), weight_JNH.transpose(1, 2))
+
+
+def softcap_logits(x_TH: torch.Tensor, weight_VH: torch.Tensor, cap: float, padded_size: int) -> torch.Tensor:
+    """`triton_softcap.softcap_logits`. The product is the same: a float32 copy of the weight would take gigabytes."""
+    if x_TH.is_cuda and weight_VH.dtype != torch.float32:
+        logits_TV = torch.mm(x_TH.to(weight_VH.dtype), weight_VH.t(), out_dtype=torch.float32)
+    else:
+        logits_TV = reference.linear(x_TH.to(weight_VH.dtype), weight_VH)
+    capped_TV = cap * torch.tanh(logits_TV / cap)
+    return F.pad(capped_TV, (0, padded_size - capped_TV.shape[1]), value=-math.inf)
 
 
 def decode_attention(

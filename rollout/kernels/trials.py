@@ -75,37 +75,48 @@ class Trial:
     """Places of the arguments that the kernel writes to."""
 
     options: dict[str, Any] = field(default_factory=dict)
+    kept: Callable[[Any], Any] = lambda result: result
+    """What of a result on the host counts; the rest may be anything."""
 
     def to(self, device: torch.device) -> list[Any]:
         """The arguments on a device, all of them copies."""
-        return [_moved(argument, device) for argument in self.arguments]
+        return [moved(argument, device) for argument in self.arguments]
 
     def call(self, kernel: Callable[..., Any], arguments: Sequence[Any]) -> Any:
         return kernel(*arguments, **self.options)
 
 
-def _moved(argument: Any, device: torch.device) -> Any:
+def moved(argument: Any, device: torch.device) -> Any:
+    """A copy of an argument or a result on a device."""
+    if isinstance(argument, tuple):
+        parts = [moved(part, device) for part in argument]
+        return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)
     if isinstance(argument, PagedBatch):
         fields = ("query_start", "seq_lens", "block_table", "slots")
-        return replace(argument, **{name: _moved(getattr(argument, name), device) for name in fields})
+        return replace(argument, **{name: moved(getattr(argument, name), device) for name in fields})
     return argument.to(device, copy=True) if isinstance(argument, torch.Tensor) else argument
 
 
 def worst_error(got: Any, wanted: Any) -> float:
-    """Of the worst row, in the 2-norm, against the mean row's size; infinite for NaN or another integer."""
+    """Of the worst row in the 2-norm against a mean row's, or of the worst element against the largest.
+
+    The larger of the two, so that one wrong lane is seen as well as a row that is wrong a little everywhere. Infinite
+    for NaN, for another integer, shape or dtype.
+    """
     if isinstance(wanted, tuple):
         return max(worst_error(*pair) for pair in zip(got, wanted, strict=True))
     if wanted is None:
         return 0.0
-    got = got.cpu()
     if got.shape != wanted.shape or got.dtype != wanted.dtype:
         return math.inf
     if not wanted.dtype.is_floating_point:
         return 0.0 if torch.equal(got, wanted) else math.inf
-    got, wanted = got.double().flatten(0, -2), wanted.double().flatten(0, -2)
-    size = wanted.square().sum(-1).mean().sqrt().clamp(min=1e-30)
-    error = float((got - wanted).norm(dim=-1).max() / size)
-    return math.inf if math.isnan(error) else error
+    got, wanted = (x.double().reshape(-1, x.shape[-1]) for x in (got, wanted))
+    difference = torch.where(got == wanted, 0.0, got - wanted)  # -inf equals itself
+    size = wanted.nan_to_num(neginf=0.0)
+    of_row = difference.norm(dim=-1).max() / size.square().sum(-1).mean().sqrt().clamp(min=1e-30)
+    of_element = difference.abs().max() / size.abs().max().clamp(min=1e-30)
+    return math.inf if bool(difference.isnan().any()) else float(torch.maximum(of_row, of_element))
 
 
 def _tap_sources(sizes: Sizes) -> Iterator[Trial]:
@@ -163,6 +174,36 @@ def _route(sizes: Sizes) -> Iterator[Trial]:
 def _activation(sizes: Sizes) -> Iterator[Trial]:
     gate_up = _Draw()(33, 2 * sizes.expert_width, dtype=sizes.dtype) * 5
     yield Trial("33 tokens", (gate_up, sizes.gate_cap, sizes.up_cap), LIMITS[sizes.dtype])
+
+
+def _align(sizes: Sizes) -> Iterator[Trial]:
+    scores = _Draw()(19, sizes.experts)
+    chosen = scores.topk(sizes.top_k).indices.sort(1).values.int()
+    for block_size in (8, 16, 48):
+        used = lambda blocks, size=block_size: (
+            blocks.rows[: int(blocks.num_rows)], blocks.experts[: int(blocks.num_rows) // size], blocks.num_rows
+        )  # fmt: skip
+        yield Trial(f"blocks of {block_size}", (chosen, sizes.experts, block_size), 0.0, kept=used)
+
+
+def _weighted_sum(sizes: Sizes) -> Iterator[Trial]:
+    draw = _Draw()
+    arguments = (draw(9, sizes.top_k, sizes.hidden, dtype=sizes.dtype), draw(9, sizes.top_k))
+    yield Trial("9 tokens", arguments, LIMITS[sizes.dtype])
+
+
+def _project(sizes: Sizes) -> Iterator[Trial]:
+    draw, kind = _Draw(), sizes.attention[0]
+    for what, jobs, outputs in (("sinks", 1, kind.num_heads), ("taps", 2, 4 * kind.num_kv_heads)):
+        x, weight = draw(jobs, 9, sizes.hidden, dtype=sizes.dtype), draw(jobs, outputs, sizes.hidden)
+        yield Trial(what, (x, weight), LIMITS[torch.float32])
+
+
+def _softcap_logits(sizes: Sizes) -> Iterator[Trial]:
+    # Of more than one block, and far fewer than a vocabulary: it is no constant of the kernel.
+    draw = _Draw()
+    x, weight = draw(9, sizes.hidden, dtype=sizes.dtype), draw(2500, sizes.hidden, dtype=sizes.dtype)
+    yield Trial("9 tokens", (x, weight, 30.0, 2600), LIMITS[sizes.dtype])
 
 
 def _decode(sizes: Sizes) -> Iterator[Trial]:
@@ -232,6 +273,10 @@ TRIALS: dict[str, Callable[[Sizes], Iterator[Trial]]] = {
     "conv_mix": _conv_mix,
     "route": _route,
     "activation": _activation,
+    "align": _align,
+    "weighted_sum": _weighted_sum,
+    "project": _project,
+    "softcap_logits": _softcap_logits,
     "decode": _decode,
     "prefill": _prefill,
 }

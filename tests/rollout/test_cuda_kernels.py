@@ -68,8 +68,10 @@ def test_on_a_machine_without_a_gpu_every_kernel_falls_back(caplog: pytest.LogCa
     """Real Triton, no driver."""
     with caplog.at_level(logging.WARNING):
         kernels = cuda.load(CPU, SIZES, strict=False)
-    assert kernels == FALLBACKS and set(kernels.fell_back) == set(TRIALS) and not kernels.capturable
-    assert len(caplog.records) == len(TRIALS)
+    # `project` takes torch by itself for what is on the host.
+    assert set(kernels.fell_back) == set(TRIALS) - {"project"} and not kernels.capturable
+    assert kernels.softcap_logits is fallback.softcap_logits
+    assert len(caplog.records) == len(TRIALS) - 1
     assert "the kernel prefill does not run on cpu (" in caplog.text
     with pytest.raises(
         KernelError, match=r"the kernel tap_sources must run on cpu while rollout\.strict_kernels is tr"
@@ -86,13 +88,14 @@ def with_kernel(monkeypatch: pytest.MonkeyPatch, name: str, kernel: Function) ->
 
 
 def spoiled(name: str) -> Function:
-    """A kernel that is wrong in one row of what it returns, or of what it writes last, as by a wrong compilation."""
+    """A kernel that is wrong in one number of what it returns, or of what it writes last, as by a wrong compilation."""
 
     def kernel(*arguments: Any, **options: Any) -> Any:
         result = cuda._FALLBACKS[name](*arguments, **options)
         last = [x for x in arguments if isinstance(x, torch.Tensor)][-1] if result is None else result
         target = last[0] if isinstance(last, tuple) else last
-        target.flatten(0, -2)[1] += 1 if target.dtype == torch.int64 else 0.2
+        last_row = target.reshape(-1, target.shape[-1])[-1]
+        last_row[1] += 0.2 * last_row.abs().nan_to_num(posinf=0).max() if target.is_floating_point() else 1
         return result
 
     return kernel
@@ -139,6 +142,18 @@ def test_sound_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
         assert cuda.load(CPU, replace(SIZES, dtype=dtype), strict=True).fell_back == ()
 
 
+def test_a_model_may_be_under_construction(monkeypatch: pytest.MonkeyPatch) -> None:
+    """vLLM builds models with another default device and dtype."""
+    monkeypatch.setattr(cuda, "_triton", lambda name: cuda._FALLBACKS[name])
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        with torch.device("meta"):
+            assert cuda.load(CPU, SIZES, strict=True).fell_back == ()
+            assert torch.zeros(1).device.type == "meta" and torch.get_default_dtype() == torch.bfloat16
+    finally:
+        torch.set_default_dtype(torch.float32)
+
+
 def test_a_device_that_a_kernel_ruined_stops_the_start_strict_or_not(monkeypatch: pytest.MonkeyPatch) -> None:
     def ruined(*_: Any, **__: Any) -> None:
         raise RuntimeError("CUDA error: an illegal memory access was encountered")
@@ -161,6 +176,11 @@ def test_errors_are_those_of_the_worst_row() -> None:
     got = wanted.clone()
     assert worst_error(got, wanted) == 0.0
     got[1, 3] = 1.5
+    assert worst_error(got, wanted) == pytest.approx(0.5)
+    got = wanted.clone()
+    got[1, 3, 2] = 1.5
+    assert worst_error(got, wanted) == pytest.approx(0.5)
+    wanted[0, 1, 1] = got[0, 1, 1] = -torch.inf
     assert worst_error(got, wanted) == pytest.approx(0.5)
     got[0, 0, 0] = torch.nan
     assert worst_error(got, wanted) == torch.inf

@@ -16,6 +16,7 @@ from rollout.kernels import cuda, fallback, reference
 from rollout.kernels.paged import PagedBatch
 from rollout.kernels.trials import TRIALS, AttentionSizes, Sizes
 from tests.rollout import around_attention_cases as cases
+from tests.rollout import linear_cases, moe_cases
 from tests.rollout.decode_cases import CASES, Case, exact, make, relative_error
 from tests.rollout.test_triton_prefill import CASES as PREFILL_CASES
 
@@ -32,6 +33,10 @@ def in_place_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cases.triton_router, "route", fallback.route)
     monkeypatch.setattr(cases.triton_router, "logits", lambda x, router: (x.double() @ router.double().t()).float())
     monkeypatch.setattr(cases.triton_activation, "expert_activation", fallback.expert_activation)
+    monkeypatch.setattr(moe_cases.triton_moe_align, "align", fallback.align)
+    monkeypatch.setattr(moe_cases.triton_moe_sum, "weighted_sum", fallback.weighted_sum)
+    monkeypatch.setattr(linear_cases.triton_linear, "project", fallback.project)
+    monkeypatch.setattr(linear_cases.triton_softcap, "softcap_logits", fallback.softcap_logits)
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 4, 16])
@@ -105,6 +110,28 @@ def test_activation(dtype: torch.dtype) -> None:
     assert fallback.expert_activation(x, 4.0, 25.0, out) is out
     torch.testing.assert_close(out.double(), exact_TI, rtol=1e-5, atol=1e-12)
     assert fallback.expert_activation(x, 4.0, 25.0).dtype == dtype
+
+
+@pytest.mark.parametrize(("tokens", "experts", "top_k"), [(1, 8, 2), (3, 16, 4), (40, 384, 8), (200, 16, 4)])
+@pytest.mark.parametrize("block_size", [8, 48])
+def test_align(tokens: int, experts: int, top_k: int, block_size: int) -> None:
+    moe_cases.check_align("cpu", tokens, experts, top_k, block_size)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_weighted_sum(dtype: torch.dtype) -> None:
+    for out_dtype in (F32, BF16):
+        moe_cases.check_sum("cpu", dtype, out_dtype, tokens=5, top_k=4, hidden=72)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_small_projections(dtype: torch.dtype) -> None:
+    linear_cases.check_project("cpu", dtype, jobs=2, rows=3, outputs=6, hidden=600)
+
+
+def test_softcap() -> None:
+    linear_cases.check_softcap("cpu", F32, rows=2, vocabulary=70, padded=96, hidden=32)
+    linear_cases.check_softcap("cpu", BF16, rows=2, vocabulary=70, padded=96, hidden=32)
 
 
 @pytest.mark.parametrize("dtype", [F32, BF16])
