@@ -18,8 +18,7 @@ def tap_sources(batch: PagedBatch, num_rows: int, tokens_per_block: int) -> torc
     first. A slot that this step fills is named by the row that fills it.
     """
     device = batch.slots.device
-    parts = (batch.query_start, batch.seq_lens, batch.block_table, batch.slots)
-    batch = PagedBatch(*(part.cpu() for part in parts))
+    batch = PagedBatch(batch.query_start.cpu(), batch.seq_lens.cpu(), batch.block_table.cpu(), batch.slots.cpu())
     filled = {slot: row for row, slot in enumerate(batch.slots[:num_rows].tolist()) if slot >= 0}
     sources = torch.full((num_rows, 3), -1, dtype=torch.int64)
     for request in batch.requests():

@@ -91,11 +91,17 @@ def logits(x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] |
     return total_TE
 
 
+def choose_plan(num_rows: int, dtype: torch.dtype) -> tuple[Tile, str]:
+    """The plan for `num_rows` tokens. Float32 ones and the sums of a whole row do not both fit the registers."""
+    fits = PLANS[:2] if dtype == torch.float32 else PLANS
+    return next((plan[1:] for plan in fits if num_rows <= plan[0]), fits[-1][1:])
+
+
 def _logits(x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] | None) -> tuple[torch.Tensor, int]:
     """Partial sums float32 [parts, T, E], and how many of them make a group."""
     num_rows, hidden = x_TH.shape
     num_experts = router_EH.shape[0]
-    tile, span = plan or next((tile, span) for most, tile, span in PLANS if num_rows <= most)
+    tile, span = plan or choose_plan(num_rows, x_TH.dtype)
     per_group = triton.cdiv(triton.cdiv(hidden, SEGMENT), GROUPS)
     segments, groups = {"segment": (1, 1), "group": (per_group, 1), "row": (per_group, GROUPS)}[span]
     parts = GROUPS * per_group // (segments * groups)

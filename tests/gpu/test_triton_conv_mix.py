@@ -2,17 +2,38 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
-    from rollout.kernels.triton_conv_mix import TILES
+    from rollout.kernels.triton_conv_mix import TILES, _conv_mix_kernel
+    from tests.gpu.compile_ahead import compile_ahead
     from tests.rollout import around_attention_cases as cases
 
 DTYPES = (torch.float32, torch.bfloat16)
+WIDTHS = (128, 2304, 4608)
 STEP = ((0, 70), (7, 1), (1, 1), (2, 4), (31, 2), (0, 1), (64, 17), (1000, 8))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    """Widest and most outputs first: they take longest."""
+    calls = []
+    for queries, hidden in ((q, h) for q in (3, 1) for h in reversed(WIDTHS)):
+        for dtype in DTYPES:
+            make = partial(cases.ConvMixCase, ((7, 1),), hidden, 2, queries, dtype=dtype, device="cuda")
+            calls += [partial(make(residual=residual).run, None) for residual in (True, False)]
+            if hidden != 2304:
+                others = cases.same_bits(TILES[queries], queries)
+                calls += [partial(make(residual=True).run, tile) for tile in others]
+        if queries == 1 and hidden != 2304:
+            mixed = cases.ConvMixCase(((7, 1),), hidden, 2, 1, True, torch.float32, "cuda", torch.bfloat16)
+            calls.append(partial(mixed.run, None))
+    compile_ahead([_conv_mix_kernel], calls)
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 4, 64])
@@ -23,7 +44,7 @@ def test_tap_sources(tokens_per_block: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("hidden", [128, 2304, 4608])
+@pytest.mark.parametrize("hidden", WIDTHS)
 @pytest.mark.parametrize("queries", [1, 3])
 def test_conv_mix(dtype: torch.dtype, hidden: int, queries: int) -> None:
     for blocks in (0, 1, 2, 5, 8):
@@ -46,3 +67,19 @@ def test_a_row_depends_on_itself_alone(dtype: torch.dtype, hidden: int) -> None:
 def test_many_rows() -> None:
     """Offsets beyond 2^31 elements: 9 sources of 60,000 rows."""
     cases.check_conv_mix("cuda", torch.bfloat16, 8, 1, hidden=4608, step=((3, 60_000),), tile=None)
+
+
+def test_a_captured_step_sees_new_inputs_and_lengths() -> None:
+    """As an engine's: nothing that is launched waits for the device or is made from what the host read."""
+    case = cases.ConvMixCase(((7, 1), (100, 1), (2, 1)), 4608, 3, 1, True, torch.bfloat16, "cuda")
+    first = case.run(None)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = case.run(None)
+    case.x.copy_(case.x.flip(0))
+    case.batch.seq_lens.sub_(1)
+    case.batch.slots.copy_(case.batch.slots.flip(0))
+    graph.replay()
+    for got, expected, before in zip(captured, case.run(None), first, strict=True):
+        torch.testing.assert_close(got, expected, rtol=0, atol=0, equal_nan=True)
+        assert not torch.equal(got.nan_to_num(), before.nan_to_num())

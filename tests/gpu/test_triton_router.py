@@ -8,6 +8,7 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
+    from rollout.kernels.triton_router import route
     from tests.rollout import around_attention_cases as cases
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -29,3 +30,17 @@ def test_a_row_depends_on_itself_alone(dtype: torch.dtype) -> None:
 
 def test_ties() -> None:
     cases.check_route_ties("cuda")
+
+
+@pytest.mark.parametrize("rows", [1, 100])
+def test_a_captured_step_sees_new_inputs(rows: int) -> None:
+    """As an engine's: nothing that is launched waits for the device."""
+    x, router = torch.randn(rows, 4608, device="cuda").bfloat16(), torch.randn(384, 4608, device="cuda")
+    bias = torch.zeros(384, device="cuda")
+    route(x, router, bias, 8, 8.0)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = route(x, router, bias, 8, 8.0)
+    x.neg_()
+    graph.replay()
+    assert all(torch.equal(got, new) for got, new in zip(captured, route(x, router, bias, 8, 8.0), strict=True))

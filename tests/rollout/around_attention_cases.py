@@ -180,13 +180,19 @@ def check_conv_mix_chunks(device: str, dtype: torch.dtype, hidden: int, tile: Ti
         assert torch.equal(part_running, running[first:last]) and torch.equal(part_out, out[:, first:last])
 
 
+def same_bits(tile: Tile, queries: int) -> list[Tile]:
+    """Shapes of a program that give the bits of `tile`."""
+    sizes = (1, 4) if queries == 1 else (1,)
+    return [tile._replace(batch=size, reload=not tile.reload, registers=None) for size in sizes]
+
+
 def check_conv_mix_batches(device: str, dtype: torch.dtype, hidden: int, queries: int, tile: Tile) -> None:
     """Nor do they depend on how many sources are added at a time."""
     case = ConvMixCase(((3, 1),), hidden, 5, queries, True, dtype, device)
     case.queries *= 6.0  # scores far apart: the largest changes, and some weights vanish
     expected = case.run(tile)
-    for batch in (1, 4) if queries == 1 else (1, 2):
-        got = case.run(tile._replace(batch=batch, reload=not tile.reload, registers=None))
+    for other in same_bits(tile, queries):
+        got = case.run(other)
         assert all(torch.equal(a, b) for a, b in zip(got[:2], expected[:2], strict=True))
 
 
