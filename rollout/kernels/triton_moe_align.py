@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-MAX_PAIRS = 2048
+MAX_PAIRS, WARPS = 2048, 4
 
 
 class Blocks(NamedTuple):
@@ -49,7 +49,7 @@ def align(experts_TK: torch.Tensor, num_experts: int, block_size: int) -> Blocks
     with torch.cuda.device_of(experts_TK):
         _align_kernel[(num_experts,)](
             experts_TK, *blocks, pairs, num_experts, max(32, triton.next_power_of_2(num_experts + 1)), tile,
-            block_size, triton.next_power_of_2(block_size), num_warps=4,
+            block_size, triton.next_power_of_2(block_size), num_warps=WARPS,
         )  # fmt: skip
     return blocks
 

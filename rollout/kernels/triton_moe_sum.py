@@ -12,7 +12,8 @@ import torch
 import triton
 import triton.language as tl
 
-BLOCK, WARPS = 512, 2
+# Two outputs of a thread: what they need fits into registers, so a token waits for memory once, not once per expert.
+BLOCK, WARPS = 256, 4
 
 
 def weighted_sum(
@@ -31,7 +32,7 @@ def weighted_sum(
     assert weights_TK.shape == (num_rows, top_k) and weights_TK.dtype == torch.float32
     if num_rows:
         with torch.cuda.device_of(outputs_TKH):
-            _sum_kernel[(triton.cdiv(hidden, BLOCK), num_rows)](
+            _sum_kernel[(triton.cdiv(hidden, BLOCK) * num_rows,)](
                 outputs_TKH, weights_TK, out_TH, hidden, top_k, BLOCK, num_warps=WARPS
             )
     return out_TH
@@ -39,8 +40,9 @@ def weighted_sum(
 
 @triton.jit
 def _sum_kernel(outputs, weights, out, HIDDEN: tl.constexpr, TOP_K: tl.constexpr, BLOCK: tl.constexpr):
-    row = tl.program_id(1).to(tl.int64)
-    column = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    PARTS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
+    row = (tl.program_id(0) // PARTS).to(tl.int64)
+    column = tl.program_id(0) % PARTS * BLOCK + tl.arange(0, BLOCK)
     inside = column < HIDDEN
     start = outputs + row * TOP_K * HIDDEN + column
     total = tl.zeros([BLOCK], tl.float32)

@@ -23,6 +23,7 @@ from vllm.model_executor.layers.fused_moe.moe_align_block_size import moe_align_
 from vllm.scalar_type import scalar_types
 
 from inkling_rl.formats import ExpertFormat, marlin
+from inkling_rl.formats.errors import FormatError
 from inkling_rl.formats.marlin_layout import check_sizes
 from rollout.kernels.triton_activation import expert_activation
 from rollout.kernels.triton_moe_align import MAX_PAIRS, Blocks, align, single_token
@@ -83,6 +84,12 @@ class MarlinExperts(nn.Module):
         self.activation: Any = expert_activation
         hidden, width = shape.hidden_size, shape.expert_width
         check_sizes(hidden, width, expert_format, 1, 0, name)
+        if hidden % 128 and marlin.padded_width(width, hidden, expert_format) % 128:
+            # Marlin's smallest tiles: 64 by 128 or 128 by 64 of a weight.
+            raise FormatError(
+                f"{name}: hidden size must be a multiple of 128 for Marlin where the expert width, up to the next "
+                f"multiple of 64, is none; got {hidden} and {width}. Use a float32 model"
+            )
         for key, (size, dtype) in marlin.shapes(expert_format, shape.num_experts, hidden, width).items():
             self.register_parameter(key, nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False))
 

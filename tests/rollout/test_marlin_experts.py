@@ -218,6 +218,9 @@ def test_experts_are_dense_on_a_cpu_and_sizes_that_marlin_cannot_take_are_refuse
         torch.set_default_dtype(torch.float32)
     with pytest.raises(FormatError, match=r"layers\.7.*hidden size must be a multiple of 64"):
         MarlinExperts(shape_of(hidden_size=96), "nvfp4", "model.layers.7.mlp.experts")
+    with pytest.raises(FormatError, match=r"must be a multiple of 128 .* got 192 and 160"):
+        MarlinExperts(shape_of(hidden_size=192, moe_intermediate_size=160), "mxfp8")
+    MarlinExperts(shape_of(hidden_size=192, moe_intermediate_size=160), "nvfp4")
     with pytest.raises(FormatError, match="multiples of 32"):
         MarlinExperts(shape_of(moe_intermediate_size=48), "mxfp8")
 
