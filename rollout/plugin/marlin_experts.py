@@ -34,6 +34,14 @@ BLOCK_SIZES = (8, 16, 32, 48, 64)
 WEIGHT_TYPES: dict[ExpertFormat, Any] = {"nvfp4": scalar_types.float4_e2m1f, "mxfp8": scalar_types.float8_e4m3fn}
 
 
+class Tile(NamedTuple):
+    """Of a weight, what a thread block takes at a time, and thread blocks per multiprocessor; Marlin's choice if -1."""
+
+    inputs: int = -1
+    outputs: int = -1
+    blocks: int = -1
+
+
 class Standing(NamedTuple):
     """What every call on a device shares."""
 
@@ -82,6 +90,7 @@ class MarlinExperts(nn.Module):
         self.expert_width = shape.expert_width
         self.caps = shape.gate_cap, shape.up_cap
         self.activation: Any = expert_activation
+        self.tiles = {"w13_weight": Tile(), "w2_weight": Tile()}
         hidden, width = shape.hidden_size, shape.expert_width
         check_sizes(hidden, width, expert_format, 1, 0, name)
         if hidden % 128 and marlin.padded_width(width, hidden, expert_format) % 128:
@@ -118,12 +127,14 @@ class MarlinExperts(nn.Module):
         weights_TK: torch.Tensor, locks: torch.Tensor,
     ) -> torch.Tensor:  # fmt: skip
         """Rows of `blocks` times their experts; pair i reads row `i // top_k` of x."""
+        tile = self.tiles[matrix]
         return vllm_ops.moe_wna16_marlin_gemm(
             x, out, getattr(self, matrix), None, getattr(self, f"{matrix}_scale"), None,
             getattr(self, f"{matrix}_scale_2", None), None, locks, blocks.rows, blocks.experts, blocks.num_rows,
             weights_TK, moe_block_size=size, top_k=top_k, mul_topk_weights=False,
             b_q_type=WEIGHT_TYPES[self.expert_format], size_m=x.shape[0], size_n=out.shape[1], size_k=x.shape[1],
-            use_atomic_add=False, use_fp32_reduce=True, is_zp_float=False,
+            use_atomic_add=False, use_fp32_reduce=True, is_zp_float=False, thread_k=tile.inputs, thread_n=tile.outputs,
+            blocks_per_sm=tile.blocks,
         )  # fmt: skip
 
 
