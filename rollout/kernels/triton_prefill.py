@@ -19,12 +19,14 @@ together, so that they find its keys in L2. The bias is `rollout.kernels.triton_
 
 from __future__ import annotations
 
+from functools import cache
 from typing import Any, NamedTuple
 
 import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels import gluon_prefill
 from rollout.kernels.paged import PagedBatch
 from rollout.kernels.triton_bias import (
     LOG2_E,
@@ -36,6 +38,9 @@ from rollout.kernels.triton_bias import (
     ring_rows,
     unmoved,
 )
+
+REGISTERS = 224
+"""Of a computing thread in `gluon_prefill`: twice as many and 64 for a loading thread are all that there are."""
 
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -51,8 +56,14 @@ class Tiles(NamedTuple):
     shared: bool = True
     """Whether the ring of biases lies in shared memory; else in global memory (any dtype, slower)."""
 
+    specialized: bool = False
+    """Whether `gluon_prefill` does it: Hopper, 64 positions, 2 heads of 128, 64 keys, d_rel 16, 12 warps."""
 
-def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
+    lazy: bool = True
+    """Whether `gluon_prefill` scales accumulated values only where a maximum has moved by much."""
+
+
+def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, *, hopper: bool = False) -> Tiles:
     """Shape of a launch. Predicted, see tests/benchmarks/prefill_gpu.py --sweep.
 
     The ring is static shared memory, of which CUDA allows 48 KiB, and together with the pipeline's where that takes
@@ -62,6 +73,8 @@ def choose_tiles(head_dim: int, group: int, dtype: torch.dtype) -> Tiles:
     if dtype == torch.float32:
         return Tiles(32 // packed, packed, 32, 4, 1, shared=False)
     if head_dim == 128:
+        if packed == 2 and hopper:
+            return Tiles(64, 2, 64, 12, 3, specialized=True)
         return Tiles(64, 2, 64, 8, 3) if packed == 2 else Tiles(64, 1, 64, 4, 2)
     return Tiles(64 // packed, packed, 32, 4, 2)
 
@@ -97,27 +110,45 @@ def attention(
     num_rows, num_heads, kv_heads = q_TC.shape[0], sink_TN.shape[1], kv_BKNC.shape[1]
     head_dim, (rel, extent) = q_TC.shape[1] // num_heads, proj_MR.shape
     _check(kv_BKNC, head_dim, rel, window)
-    tiles = tiles or choose_tiles(head_dim, num_heads // kv_heads, kv_BKNC.dtype)
+    hopper = rel == 16 and _is_hopper(q_TC.device) and all(stride % 16 == 0 for stride in kv_BKNC.stride()[:3])
+    tiles = tiles or choose_tiles(head_dim, num_heads // kv_heads, kv_BKNC.dtype, hopper=hopper)
     requests = batch.seq_lens.shape[0]
     programs = (num_rows // tiles.positions + requests + 1) * (num_heads // tiles.packed)
     exact = kv_BKNC.dtype == torch.float32
-    sizes = ring_sizes(tiles, exact)
-    table = profile_table(proj_MR, sizes["PADDING"], torch.float32 if exact else torch.float16)
-    ring_elements = 0 if sizes["SHARED"] else programs * tiles.positions * tiles.packed * sizes["PITCH"]
+    padding = 2 * (tiles.positions + tiles.keys)
+    table = profile_table(proj_MR, padding, torch.float32 if exact else torch.float16)
     out_TC = q_TC.new_empty(q_TC.shape, dtype=out_dtype)
     alpha, floor = log_scaling or (0.0, 1)
-    _prefill_kernel[(programs,)](
-        q_TC, r_TC, sink_TN, gate_TC, kv_BKNC, out_TC, q_scale_ND, r_scale_NM, table, table.new_empty(ring_elements),
-        batch.query_start, batch.seq_lens, batch.block_table, requests, num_rows,
-        q_clip, r_clip, alpha, float(floor),
+    arguments = (
+        q_TC, r_TC, sink_TN, gate_TC, kv_BKNC, out_TC, q_scale_ND, r_scale_NM, table,
+        batch.query_start, batch.seq_lens, batch.block_table, requests, num_rows, q_clip, r_clip, alpha, float(floor),
         *(x.stride(0) for x in (q_TC, r_TC, sink_TN, gate_TC, out_TC)), *kv_BKNC.stride()[:3],
         batch.block_table.stride(0),
-        HEADS=num_heads, GROUP=num_heads // kv_heads, DIM=head_dim, REL=rel, EXTENT=extent, WINDOW=window or 0,
-        PAGE=kv_BKNC.shape[2], LOG_SCALING=log_scaling is not None and q_scale_ND is not None,
+    )  # fmt: skip
+    sizes = {
+        "HEADS": num_heads, "GROUP": num_heads // kv_heads, "DIM": head_dim, "REL": rel, "EXTENT": extent,
+        "WINDOW": window or 0, "PAGE": kv_BKNC.shape[2], "PADDING": padding,
+        "LOG_SCALING": log_scaling is not None and q_scale_ND is not None,
+    }  # fmt: skip
+    if tiles.specialized:
+        assert not exact and (*tiles[:3], head_dim, rel) == (64, 2, 64, 128, 16)
+        gluon_prefill.prefill_kernel[(programs,)](
+            *arguments, **sizes, STAGES=tiles.stages, LAZY=tiles.lazy, REGISTERS=REGISTERS, num_warps=4
+        )
+        return out_TC
+    ring = ring_sizes(tiles, exact)
+    ring_elements = 0 if ring["SHARED"] else programs * tiles.positions * tiles.packed * ring["PITCH"]
+    _prefill_kernel[(programs,)](
+        *arguments, table.new_empty(ring_elements), **sizes, **ring,
         # With the ring in global memory a pipeline of loads would read biases before they are there.
-        **sizes, num_warps=tiles.warps, num_stages=tiles.stages if sizes["SHARED"] else 1,
+        num_warps=tiles.warps, num_stages=tiles.stages if ring["SHARED"] else 1,
     )  # fmt: skip
     return out_TC
+
+
+@cache
+def _is_hopper(device: torch.device) -> bool:
+    return not _INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def ring_sizes(tiles: Tiles, exact: bool) -> dict[str, Any]:
@@ -133,7 +164,7 @@ def ring_sizes(tiles: Tiles, exact: bool) -> dict[str, Any]:
     assert not shared or tiles.positions * tiles.packed * (ring + 8) * 2 % 1024 == 0
     return {
         "POSITIONS": tiles.positions, "PACKED": tiles.packed, "KEYS": tiles.keys, "RING": ring, "PITCH": ring + 8,
-        "PADDING": 2 * (tiles.positions + tiles.keys), "SHARED": shared,
+        "SHARED": shared,
         "PRECISION": "widened" if _INTERPRETED else "ieee" if exact else "tf32",
     }  # fmt: skip
 
@@ -155,10 +186,10 @@ def _check(kv_BKNC: torch.Tensor, head_dim: int, rel: int, window: int | None) -
 
 @triton.jit(do_not_specialize=["requests", "num_rows"])
 def _prefill_kernel(
-    q, r, sink, gate, kv, out, q_scale, r_scale, table, scratch, query_start, seq_lens, block_table,
+    q, r, sink, gate, kv, out, q_scale, r_scale, table, query_start, seq_lens, block_table,
     requests, num_rows, q_clip, r_clip, alpha, floor,
     stride_q, stride_r, stride_sink, stride_gate, stride_out, stride_block, stride_head, stride_token, stride_table,
-    HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, REL: tl.constexpr, EXTENT: tl.constexpr,
+    scratch, HEADS: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, REL: tl.constexpr, EXTENT: tl.constexpr,
     WINDOW: tl.constexpr, PAGE: tl.constexpr, LOG_SCALING: tl.constexpr, POSITIONS: tl.constexpr, PACKED: tl.constexpr,
     KEYS: tl.constexpr, RING: tl.constexpr, PITCH: tl.constexpr, PADDING: tl.constexpr, PRECISION: tl.constexpr,
     SHARED: tl.constexpr,

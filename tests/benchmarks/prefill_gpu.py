@@ -1,12 +1,12 @@
 """Prefill attention at the release's sizes on a GPU, against FlexAttention, in the same run.
 
-    python -m tests.benchmarks.prefill_gpu [--sweep] [--no-alternative]
+    python -m tests.benchmarks.prefill_gpu [--sweep] [--no-alternative] [--once NAME]
 
 Every row is checked against float64 first. TFLOP/s count two products of 128 channels for every key that a query sees,
 and nothing else: neither masked halves of tiles nor the bias. A time is the median of many runs by device events, the
 L2 cache overwritten between them; the first two rows are measured twice. FlexAttention gets keys and values without
 pages and the table of biases ready made, and neither sink nor gate is in its time. "matrix" is the rate of a large
-bfloat16 matrix product, measured here. Launch shapes: positions, heads, keys, warps, stages, ring in shared memory.
+bfloat16 matrix product, measured here. Launch shapes are `Tiles` as they are written. `--once` is for a profiler.
 """
 
 from __future__ import annotations
@@ -44,9 +44,10 @@ ROWS: dict[str, tuple[Case, float | None]] = {
     "16 prompts of 500, full": (replace(FULL, step=((0, 500),) * 16), None),
 }
 COMPARED = tuple(ROWS)[:2]
+SPECIALIZED = Tiles(64, 2, 64, 12, 3, specialized=True)
 SWEEP = (
-    Tiles(64, 2, 64, 8, 3), Tiles(64, 2, 64, 8, 2), Tiles(64, 2, 64, 8, 4), Tiles(32, 2, 64, 4, 2),
-    Tiles(64, 1, 64, 4, 2), Tiles(64, 2, 32, 8, 4), Tiles(32, 2, 32, 4, 3), Tiles(64, 2, 64, 8, 3, shared=False),
+    SPECIALIZED, SPECIALIZED._replace(stages=2), SPECIALIZED._replace(stages=4), SPECIALIZED._replace(lazy=False),
+    Tiles(64, 2, 64, 8, 3), Tiles(32, 2, 64, 4, 2),
 )  # fmt: skip
 ALTERNATIVE_SECONDS = 60.0
 
@@ -115,7 +116,7 @@ def sweep(inputs: Inputs) -> str:
             results.append((milliseconds(partial(call, inputs, tiles)), tiles))
         except Exception as error:  # a shape that does not fit this device or does not compile
             print(f"{tuple(tiles)}: {type(error).__name__}")
-    return "; ".join(f"{taken:.3f} ms {tuple(tiles)}" for taken, tiles in sorted(results))
+    return "; ".join(f"{taken:.3f} ms {tuple(map(int, tiles))}" for taken, tiles in sorted(results))
 
 
 def kernel_times(inputs: Inputs) -> str:
@@ -133,7 +134,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="every launch shape on the rows that have a target")
     parser.add_argument("--no-alternative", action="store_true")
+    parser.add_argument("--once", choices=tuple(ROWS), help="compute this twice and nothing else")
     arguments = parser.parse_args()
+    if arguments.once:
+        inputs = make(ROWS[arguments.once][0])
+        call(inputs), call(inputs)
+        return torch.cuda.synchronize()
     began = time.monotonic()
     rate = matrix_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")

@@ -183,6 +183,7 @@ def compiled(name: str) -> tuple[str, str, str, int]:
     sizes, dtype = KERNELS[name]
     tiles = choose_tiles(sizes["DIM"], sizes["GROUP"], dtype)
     constants: dict[str, Any] = {**sizes, **ring_sizes(tiles, dtype is F32), "REL": 16, "LOG_SCALING": True}
+    constants["PADDING"] = 2 * (tiles.positions + tiles.keys)
     data, table = ("*bf16", "*fp16") if dtype is BF16 else ("*fp32", "*fp32")
     types = TYPES | dict.fromkeys(("q", "r", "gate", "kv", "out"), data) | {"table": table, "scratch": table}
     kernel = triton_prefill._prefill_kernel

@@ -1,0 +1,385 @@
+"""Prefill attention for Hopper's matrix unit, in Gluon: loads, products and softmax at the same time.
+
+Not an operator of its own: `rollout.kernels.triton_prefill.attention` launches it where `Tiles.specialized` is set, and
+the kernel there computes the same for every other device, dtype and head size. What Triton cannot express is the order:
+there a warpgroup waits for the product with the keys before its softmax, and gives the matrix unit nothing to do
+meanwhile. Here, per program of 64 positions and two heads of one key/value head:
+
+- two warpgroups, one head each, compute. They issue the product with the keys of tile n, the biases of tile n + 1 and
+  the product of the *weights of tile n - 1* with their values, and do the softmax of tile n while the last one runs.
+  They share nothing but what is loaded, so that one computes exponentials while the other multiplies.
+- a third warpgroup loads keys, values and profiles, up to `STAGES` tiles ahead, and needs few registers. What is loaded
+  and what is free again is said by barriers in shared memory; no barrier of the whole program is met in the loop.
+
+Per tile of 128 rows and 64 keys: 1,152 cycles of the matrix unit; of each scheduler 2 x 376 instructions for the
+computing warps and 115 to 150 for the loading one; 544 cycles of exponentials; 36 KiB from L2, at 24 bytes per cycle
+1,540. The bias is that of `rollout.kernels.triton_bias`, with the ring of `rollout.kernels.gluon_ring`.
+
+The maximum of the softmax follows only when it falls behind by more than 8 (a factor of 256, which float32 sums and
+bfloat16 weights bear without loss): accumulators are scaled by a warp only where one of its rows has moved. A row that
+has not moved is scaled by exactly 1, so that no row depends on its neighbours.
+
+Keys outside of what the tile's rows see are read as the nearest one inside instead of as zeros: their weight is 0, and
+pages that were given back are not touched.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from rollout.kernels.gluon_ring import (
+    BY_SCORE,
+    KEYS,
+    OPEN,
+    RING_BYTES,
+    ROWS,
+    SCORES,
+    arrive,
+    loaded,
+    open_barriers,
+    position,
+    read_ring,
+    ring_places,
+    wait,
+    write_ring,
+)
+
+LOG2_E = gl.constexpr(1.4426950408889634)
+SLACK = gl.constexpr(8.0)
+
+VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
+WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
+MIXTURE = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
+BY_VALUE = gl.constexpr(gl.SliceLayout(1, VALUES.value))
+WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
+PROFILES = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
+
+# All 64 accumulators of a thread, scaled in place unless all rows of the warp have a factor of 1.
+SCALE = gl.constexpr(
+    "{ .reg .pred p; setp.neu.f32 p, $128, 0f3F800000; setp.neu.or.f32 p, $130, 0f3F800000, p;"
+    " vote.sync.any.pred p, p, 0xffffffff; @!p bra.uni KEEP; "
+    + " ".join(f"mul.f32 ${n}, ${n}, ${128 + n % 4 // 2 * 2};" for n in range(64))
+    + " KEEP: }"
+)
+IN_PLACE = gl.constexpr(",".join(["=f"] * 64 + [str(n) for n in range(64)] + ["f"] * 64))
+
+
+@gluon.jit(do_not_specialize=["requests", "num_rows"])
+def prefill_kernel(
+    q, r, sink, gate, kv, out, q_scale, r_scale, table, query_start, seq_lens, block_table,
+    requests, num_rows, q_clip, r_clip, alpha, floor,
+    stride_q, stride_r, stride_sink, stride_gate, stride_out, stride_block, stride_head, stride_token, stride_table,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr,
+    WINDOW: gl.constexpr, PAGE: gl.constexpr, LOG_SCALING: gl.constexpr, PADDING: gl.constexpr,
+    STAGES: gl.constexpr, LAZY: gl.constexpr, REGISTERS: gl.constexpr,
+):  # fmt: skip
+    item = gl.num_programs(0) - 1 - gl.program_id(0)
+    tile = item // (HEADS // 2)
+    head = (item % (HEADS // 2)) * 2
+    request = request_of(query_start, requests, tile, ROWS)
+    start = gl.load(query_start + request)
+    first = (tile - start // ROWS - request) * ROWS
+    row = start + first
+    end = num_rows
+    if request < requests:
+        end = gl.load(query_start + request + 1)
+    if row < end:
+        if request == requests:  # rows of no request
+            _nothing(out + row.to(gl.int64) * stride_out + head * DIM, end - row, stride_out, DIM)
+        else:
+            length = gl.load(seq_lens + request)
+            p0 = length - (end - start) + first
+            q_s = gl.allocate_shared_memory(kv.dtype.element_ty, [2, ROWS, DIM], TILE)
+            k_s = gl.allocate_shared_memory(kv.dtype.element_ty, [STAGES, KEYS, DIM], TILE)
+            v_s = gl.allocate_shared_memory(kv.dtype.element_ty, [STAGES, KEYS, DIM], TILE)
+            t_s = gl.allocate_shared_memory(gl.float16, [STAGES + 2, KEYS, 2 * REL], PROFILES)
+            ring = gl.inline_asm_elementwise(OPEN, "=r,r", [item], dtype=gl.int32, is_pure=False, pack=1)
+            bars = open_barriers(ring + RING_BYTES, STAGES)
+            keys = kv + (head // GROUP).to(gl.int64) * stride_head
+            tiles = _range(p0, gl.minimum(p0 + ROWS, length), EXTENT, WINDOW)
+            rows = (row, end - row, p0)
+            queries = (q, stride_q, q_scale, q_clip, r, stride_r, r_scale, r_clip, alpha, floor)
+            results = (sink, stride_sink, gate, stride_gate, out, stride_out)
+            gl.warp_specialize(
+                [
+                    (_attend, (rows, queries, results, tiles, head, q_s.index(0), k_s, v_s, t_s, bars, ring,
+                               DIM, REL, EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY)),
+                    (_attend, (rows, queries, results, tiles, head + 1, q_s.index(1), k_s, v_s, t_s, bars,
+                               ring + RING_BYTES // 2, DIM, REL, EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY)),
+                    (_fetch, (keys, block_table + request * stride_table, table, p0, tiles, k_s, v_s, t_s, bars,
+                              stride_block, stride_token, DIM, REL, EXTENT, PAGE, PADDING, STAGES)),
+                ],
+                [4, 4], [REGISTERS, 64],
+            )  # fmt: skip
+
+
+@gluon.jit
+def request_of(query_start, requests, tile, POSITIONS: gl.constexpr):
+    """The same as `_request_of` of `rollout.kernels.triton_prefill`."""
+    low, high = requests * 0, requests
+    while low < high:
+        middle = (low + high + 1) // 2
+        begun = gl.load(query_start + middle) // POSITIONS + middle <= tile
+        low = gl.where(begun, middle, low)
+        high = gl.where(begun, high, middle - 1)
+    return low
+
+
+@gluon.jit
+def _nothing(place, live, stride, DIM: gl.constexpr):
+    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
+    column = gl.arange(0, 2 * DIM, layout=gl.SliceLayout(0, WIDE))
+    zeros = gl.full([ROWS, 2 * DIM], 0.0, place.dtype.element_ty, WIDE)
+    gl.store(place + i[:, None].to(gl.int64) * stride + column[None, :], zeros, mask=(i < live)[:, None])
+
+
+@gluon.jit
+def _range(p0, end, EXTENT: gl.constexpr, WINDOW: gl.constexpr):
+    """Keys from `visible` to `end - 1` are seen by some row; tiles begin at `far`, those with a bias at `near`."""
+    visible = gl.maximum(p0 - WINDOW + 1, 0) if WINDOW else p0 * 0
+    near = gl.maximum(gl.maximum(p0 - EXTENT + 1, 0), visible) // KEYS * KEYS
+    far = visible // KEYS * KEYS if WINDOW == 0 or WINDOW > EXTENT else near
+    return visible, far, near, end
+
+
+@gluon.jit
+def _next(slot, phase, STAGES: gl.constexpr):
+    last = slot == STAGES - 1
+    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
+
+
+@gluon.jit
+def _fetch(
+    keys, pages, table, p0, tiles, k_s, v_s, t_s, bars, stride_block, stride_token, DIM: gl.constexpr,
+    REL: gl.constexpr, EXTENT: gl.constexpr, PAGE: gl.constexpr, PADDING: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load keys, values and profiles into the stages, as they become free."""
+    visible, far, near, end = tiles
+    k_bars, v_bars, t_bar = bars
+    entry = table + (EXTENT + PADDING - p0) * (2 * REL)
+    for back in gl.static_range(2):
+        _profiles(t_s.index(STAGES + back), entry, near - KEYS + KEYS * back, REL)
+    loaded(t_bar)
+    slot, phase = far * 0, far * 0 + 1
+    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
+    page = _pages_of(pages, far, visible, end, PAGE)
+    for first in range(far, end, KEYS):
+        token = page.to(gl.int64) * stride_block + (_inside(first, visible, end) & (PAGE - 1)) * stride_token
+        source = keys + token[:, None] + channel[None, :]
+        page = _pages_of(pages, first + KEYS, visible, end, PAGE)
+        wait(k_bars + 16 * slot + 8, phase)
+        async_copy.async_copy_global_to_shared(k_s.index(slot), source)
+        if first >= near:
+            _profiles(t_s.index(slot), entry, first + KEYS, REL)
+        loaded(k_bars + 16 * slot)
+        wait(v_bars + 16 * slot + 8, phase)
+        async_copy.async_copy_global_to_shared(v_s.index(slot), source + DIM)
+        loaded(v_bars + 16 * slot)
+        slot, phase = _next(slot, phase, STAGES)
+
+
+@gluon.jit
+def _inside(first, visible, end):
+    n = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, WIDE))
+    return gl.minimum(gl.maximum(n, visible), end - 1)
+
+
+@gluon.jit
+def _pages_of(pages, first, visible, end, PAGE: gl.constexpr):
+    """Entries of the block table for a tile: one, or one for each position. Loaded a tile ahead."""
+    if PAGE >= KEYS:
+        return gl.load(pages + gl.minimum(first, end - 1) // PAGE)
+    else:
+        return gl.load(pages + _inside(first, visible, end).to(gl.uint32) // PAGE)
+
+
+@gluon.jit
+def _profiles(t_s, entry, first, REL: gl.constexpr):
+    column = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, NARROW))
+    part = gl.arange(0, 2 * REL, layout=gl.SliceLayout(0, NARROW))
+    async_copy.async_copy_global_to_shared(t_s, entry + column[:, None] * (2 * REL) + part[None, :])
+
+
+@gluon.jit
+def _attend(
+    rows, queries, results, tiles, head, q_s, k_s, v_s, t_s, bars, ring, DIM: gl.constexpr, REL: gl.constexpr,
+    EXTENT: gl.constexpr, WINDOW: gl.constexpr, LOG_SCALING: gl.constexpr, STAGES: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
+    """One head of all positions, by one warpgroup."""
+    _, far, near, end = tiles
+    k_bars, v_bars, t_bar = bars
+    _, _, p0 = rows
+    mixture = _queries(queries, rows, head, q_s, DIM, REL, LOG_SCALING)
+    i = position(gl.arange(0, ROWS, layout=BY_SCORE))
+    write_at, read_at = ring_places(ring)
+    wait(t_bar, 0)
+    for back in gl.static_range(2):
+        bias = gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
+        profiles = t_s.index(STAGES + back).permute((1, 0))
+        token = warpgroup_mma(mixture, profiles, bias, use_acc=False, is_async=True)
+        write_ring(write_at, warpgroup_mma_wait(0, [token]), (near & KEYS) * 2 ^ (128 - 128 * back))
+    state = (
+        gl.full([ROWS, DIM], 0.0, gl.float32, VALUES),
+        gl.full([ROWS], -1e30, gl.float32, BY_SCORE),  # finite, so that a tile without a visible key changes nothing
+        gl.full([ROWS], 0.0, gl.float32, BY_SCORE),
+        gl.full([ROWS, KEYS], 0.0, k_s.dtype, WEIGHTS),
+        far * 0, far * 0, far * 0, far * 0,
+    )  # fmt: skip
+    operands = (q_s, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at, p0 + i, far)
+    if WINDOW == 0 or WINDOW > EXTENT:
+        state = _tiles(state, far, near, operands, False, WINDOW > 0, WINDOW, STAGES, LAZY)
+    inner = near
+    if WINDOW:  # at the edge of the window
+        inner = gl.minimum(gl.maximum((end - WINDOW + KEYS - 1) // KEYS * KEYS, near), end)
+        state = _tiles(state, near, inner, operands, True, True, WINDOW, STAGES, LAZY)
+    diagonal = gl.minimum(gl.maximum((p0 + 1) // KEYS * KEYS, inner), end)
+    state = _tiles(state, inner, diagonal, operands, True, False, WINDOW, STAGES, LAZY)
+    state = _tiles(state, diagonal, end, operands, True, True, WINDOW, STAGES, LAZY)
+    _finish(state, results, rows, head, v_s, v_bars, DIM)
+
+
+@gluon.jit
+def _queries(queries, rows, head, q_s, DIM: gl.constexpr, REL: gl.constexpr, LOG_SCALING: gl.constexpr):
+    """Queries into shared memory; `r` comes back, [ROWS, 2 M] by parity (`triton_bias`), as operand of a product."""
+    row, live, p0 = rows
+    q, stride_q, q_scale, q_clip, r, stride_r, r_scale, r_clip, alpha, floor = queries
+    i = position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE)))
+    j = position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, NARROW)))
+    channel = head * DIM + gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
+    part = gl.arange(0, 2 * REL, layout=gl.SliceLayout(0, NARROW))
+    own = (j < live)[:, None] & ((part // REL)[None, :] == (j % 2)[:, None])
+    part = head * REL + part % REL
+    q_rows = q + (row + i).to(gl.int64)[:, None] * stride_q
+    r_rows = r + (row + j).to(gl.int64)[:, None] * stride_r
+    wide = gl.load(q_rows + channel[None, :], mask=(i < live)[:, None], other=0.0).to(gl.float32)
+    mixture = gl.load(r_rows + part[None, :], mask=own, other=0.0).to(gl.float32)
+    wide = _clipped(wide, q_scale, channel, q_clip) * (_units(p0 + i, alpha, floor, LOG_SCALING) * DIM**-0.5)
+    q_s.store(wide.to(q_s.dtype))
+    fence_async_shared()
+    mixture = _clipped(mixture, r_scale, part, r_clip) * _units(p0 + j, alpha, floor, LOG_SCALING)
+    return gl.convert_layout(mixture.to(gl.float16), MIXTURE)
+
+
+@gluon.jit
+def _clipped(x, scale, column, clip):
+    if scale is not None:
+        x = x * gl.load(scale + column).to(gl.float32)[None, :]
+        norm = gl.sqrt(gl.sum(x * x, 1))
+        x = x * gl.minimum(clip / (norm + 1e-6), 1.0)[:, None]
+    return x
+
+
+@gluon.jit
+def _units(p, alpha, floor, LOG_SCALING: gl.constexpr):
+    """What queries at positions `p` are multiplied by, as a column: scores are in units of log2."""
+    units = p.to(gl.float32) * 0.0 + LOG2_E
+    if LOG_SCALING:
+        units *= 1.0 + alpha * gl.log(gl.maximum((p + 1).to(gl.float32) / floor, 1.0))
+    return units[:, None]
+
+
+@gluon.jit
+def _tiles(
+    state, low, high, operands, BIAS: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    LAZY: gl.constexpr,
+):  # fmt: skip
+    """The tiles from `low` to `high`; the weights of the last one are in `state`, not yet multiplied with values."""
+    acc, top, total, weights, k_slot, k_phase, v_slot, v_phase = state
+    q_s, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at, p, far = operands
+    for first in range(low, high, KEYS):
+        half = (first & KEYS) * 2
+        scores = read_ring(read_at, half) if BIAS else gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
+        wait(k_bars + 16 * k_slot, k_phase)
+        scores_token = warpgroup_mma(q_s, k_s.index(k_slot).permute((1, 0)), scores, use_acc=BIAS, is_async=True)
+        if BIAS:
+            bias = gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
+            profiles = t_s.index(k_slot).permute((1, 0))
+            bias_token = warpgroup_mma(mixture, profiles, bias, use_acc=False, is_async=True)
+        # Before the first tile weights are zeros, and its own values are as good as any.
+        wait(v_bars + 16 * v_slot, v_phase)
+        acc_token = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
+        if BIAS:
+            scores, bias = warpgroup_mma_wait(1, [scores_token, bias_token])
+        else:
+            scores = warpgroup_mma_wait(1, [scores_token])
+        arrive(k_bars + 16 * k_slot + 8, 1)
+        k_slot, k_phase = _next(k_slot, k_phase, STAGES)
+        if BIAS:
+            write_ring(write_at, bias, half ^ 128)
+        if MASKED:
+            scores = _masked(scores, first, p, WINDOW)
+        scores, top, total, decay = _softmax(scores, top, total, LAZY)
+        acc = warpgroup_mma_wait(0, [acc_token])
+        done = (first > far).to(gl.int32)
+        arrive(v_bars + 16 * v_slot + 8, done)
+        next_slot, next_phase = _next(v_slot, v_phase, STAGES)
+        v_slot, v_phase = gl.where(done > 0, next_slot, v_slot), gl.where(done > 0, next_phase, v_phase)
+        acc = _scaled(acc, decay, LAZY)
+        weights = gl.convert_layout(scores.to(k_s.dtype), WEIGHTS)
+    return acc, top, total, weights, k_slot, k_phase, v_slot, v_phase
+
+
+@gluon.jit
+def _masked(scores, first, p, WINDOW: gl.constexpr):
+    distance = p[:, None] - (first + gl.arange(0, KEYS, layout=gl.SliceLayout(0, SCORES)))[None, :]
+    hidden = distance < 0
+    if WINDOW:
+        hidden = hidden | (distance >= WINDOW)
+    return gl.where(hidden, float("-inf"), scores)
+
+
+@gluon.jit
+def _softmax(scores, top, total, LAZY: gl.constexpr):
+    """Weights, the new reference and sum of each row, and what the accumulated values are to be multiplied by."""
+    highest = gl.max(scores, 1)
+    if LAZY:
+        new_top = gl.where(highest > top + SLACK, highest, top)
+    else:
+        new_top = gl.maximum(highest, top)
+    weights = gl.exp2(scores - new_top[:, None])
+    decay = gl.exp2(top - new_top)
+    return weights, new_top, total * decay + gl.sum(weights, 1), decay
+
+
+@gluon.jit
+def _scaled(acc, decay, LAZY: gl.constexpr):
+    factor = gl.convert_layout(decay, BY_VALUE, assert_trivial=True)[:, None]
+    if LAZY:
+        factor = gl.broadcast(factor, acc)[0]
+        return gl.inline_asm_elementwise(SCALE, IN_PLACE, [acc, factor], dtype=gl.float32, is_pure=True, pack=64)
+    else:
+        return acc * factor
+
+
+@gluon.jit
+def _finish(state, results, rows, head, v_s, v_bars, DIM: gl.constexpr):
+    """The last tile's values, the sink, the gate, and out."""
+    acc, top, total, weights, _, _, v_slot, v_phase = state
+    sink, stride_sink, gate, stride_gate, out, stride_out = results
+    row, live, _ = rows
+    i = position(gl.arange(0, ROWS, layout=BY_VALUE))
+    at = (row + i).to(gl.int64)
+    channel = head * DIM + gl.arange(0, DIM, layout=gl.SliceLayout(0, VALUES))
+    inside = (i < live)[:, None]
+    gates = gl.load(gate + at[:, None] * stride_gate + channel[None, :], mask=inside, other=0.0).to(gl.float32)
+    sinks = gl.load(sink + at * stride_sink + head, mask=i < live, other=0.0).to(gl.float32)
+    wait(v_bars + 16 * v_slot, v_phase)
+    token = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
+    # exp(sink) joins the denominator: the same as sigmoid(lse - sink) times the softmax.
+    top = gl.convert_layout(top, BY_VALUE, assert_trivial=True)
+    total = gl.convert_layout(total, BY_VALUE, assert_trivial=True) + gl.exp2(sinks * LOG2_E - top)
+    divisor = total[:, None] * (1.0 + gl.exp2(-LOG2_E * gates))
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=gl.float32, is_pure=True, pack=1
+    )
+    acc = warpgroup_mma_wait(0, [token]) * inverse
+    gl.store(out + at[:, None] * stride_out + channel[None, :], acc.to(out.dtype.element_ty), mask=inside)

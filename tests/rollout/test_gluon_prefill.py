@@ -1,0 +1,183 @@
+"""Prefill attention in Gluon without a GPU: its values by a stand-in for the language, and its machine code for sm_90.
+
+The first half runs in a process of its own, in which Triton's interpreter makes the table of profiles
+(tests/rollout/test_triton_prefill.py does the same). On a device: tests/gpu/test_triton_prefill.py.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+triton = pytest.importorskip("triton")
+pytest.importorskip("triton.experimental.gluon")
+
+from triton.backends.compiler import GPUTarget  # noqa: E402
+from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
+
+from rollout.kernels import gluon_prefill, triton_prefill  # noqa: E402
+from rollout.kernels.triton_prefill import Tiles  # noqa: E402
+from tests.rollout import gluon_on_torch  # noqa: E402
+from tests.rollout.decode_cases import Case, exact, make, relative_error  # noqa: E402
+from tests.rollout.test_triton_prefill import count, loops  # noqa: E402
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
+on_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
+BF16 = torch.bfloat16
+SPECIALIZED = Tiles(64, 2, 64, 12, 3, specialized=True)
+
+BASE = Case(step=(), heads=(2, 1), head_dim=128, extent=100, page=16, q_clip=22.6, dtype=BF16)
+CASES = {
+    "first chunk": replace(BASE, step=((0, 150),), log_scaling=(0.1, 16)),
+    "one token": replace(BASE, step=((0, 1),)),
+    "later chunks": replace(BASE, step=((300, 70), (63, 65), (64, 1)), log_scaling=(0.1, 16)),
+    "far keys": replace(BASE, step=((700, 64),), page=64),
+    "sliding": replace(BASE, step=((300, 130), (0, 40)), window=100),
+    "sliding, a whole number of tiles": replace(BASE, step=((320, 64), (320, 3)), window=128, extent=128),
+    "window smaller than extent": replace(BASE, step=((200, 70),), window=30),
+    "window larger than extent": replace(BASE, step=((400, 70),), window=200, extent=65),
+    "window 1": replace(BASE, step=((130, 70),), window=1),
+    "extent larger than everything": replace(BASE, step=((60, 70),), extent=400),
+    "small pages, several layers": replace(BASE, step=((150, 70),), page=4, layers_per_page=3),
+    "large pages": replace(BASE, step=((250, 70),), page=256, window=100),
+    "rows and requests of padding": replace(BASE, step=((37, 66), (20, 18)), padding=81),
+    "prepared": replace(BASE, step=((130, 64),), prepared=True),
+    "several heads": replace(BASE, step=((10, 65),), heads=(12, 2)),
+}
+
+
+@pytest.fixture
+def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    kernel = gluon_on_torch.kernel("prefill_kernel")
+
+    class Launcher:
+        def __getitem__(self, grid: tuple[int]) -> Any:
+            return lambda *arguments, num_warps, **constants: kernel(*arguments, programs=grid[0], **constants)
+
+    monkeypatch.setattr(gluon_prefill, "prefill_kernel", Launcher())
+
+
+@on_interpreter
+@pytest.mark.parametrize("name", CASES)
+def test_values(name: str, on_torch: None) -> None:
+    inputs = make(CASES[name])
+    for stages, lazy in ((3, True), (2, False)):
+        tiles = SPECIALIZED._replace(stages=stages, lazy=lazy)
+        got = triton_prefill.attention(*inputs.arguments(), tiles=tiles)
+        assert relative_error(got, exact(inputs)) < 6e-3
+
+
+@on_interpreter
+def test_maxima_that_move(on_torch: None) -> None:
+    """Logits of +-180, so that accumulated values are scaled by much and often, and rows of a warp differ."""
+    inputs = make(replace(BASE, step=((300, 64),), scale=8.0, q_clip=60.0, dtype=torch.float16))
+    for sink in (-80.0, 80.0):
+        inputs.sink.fill_(sink)
+        got = triton_prefill.attention(*inputs.arguments(), tiles=SPECIALIZED)
+        assert bool(got.isfinite().all())
+        assert relative_error(got, exact(inputs)) < 2e-2
+
+
+@pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
+def test_values_without_a_device() -> None:
+    environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    command = (sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", __file__)
+    run = subprocess.run(command, env=environment, capture_output=True, text=True, check=False, timeout=250)
+    assert run.returncode == 0, run.stdout[-6000:] + run.stderr[-2000:]
+    passed = re.search(r"(\d+) passed", run.stdout)
+    assert passed and int(passed[1]) >= len(CASES) + 1, run.stdout[-2000:]
+
+
+# From here on: what becomes of it for a Hopper GPU.
+TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
+compiled_only = pytest.mark.skipif(INTERPRETED or not (TOOLS / "nvdisasm").exists(), reason="no disassembler")
+TYPES = {
+    "sink": "*fp32", "q_scale": "*fp32", "r_scale": "*fp32", "query_start": "*i32", "seq_lens": "*i32",
+    "block_table": "*i32", "q_clip": "fp32", "r_clip": "fp32", "alpha": "fp32", "floor": "fp32", "table": "*fp16",
+}  # fmt: skip
+RELEASE = {
+    "HEADS": 48, "GROUP": 6, "DIM": 128, "REL": 16, "EXTENT": 1024, "PAGE": 128, "WINDOW": 0, "PADDING": 256,
+    "LOG_SCALING": True, "STAGES": 3, "LAZY": True, "REGISTERS": triton_prefill.REGISTERS,
+}  # fmt: skip
+KERNELS: dict[str, dict[str, Any]] = {
+    "full": RELEASE,
+    "sliding": RELEASE | {"WINDOW": 1024, "PAGE": 16},
+    "four stages": RELEASE | {"STAGES": 4},
+    "window larger than extent": RELEASE | {"WINDOW": 2048, "LAZY": False},
+}
+
+
+@cache
+def compiled(name: str) -> tuple[str, str, int]:
+    """SASS, resource usage and dynamic shared memory for sm_90."""
+    kernel, constants = gluon_prefill.prefill_kernel, KERNELS[name]
+    names = kernel.arg_names
+    types = TYPES | dict.fromkeys(("q", "r", "gate", "kv", "out"), "*bf16")
+    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    aligned = [n for n in names if signature[n].startswith("*") or n.startswith("stride")]
+    source = GluonASTSource(
+        fn=kernel,
+        signature=signature,
+        constexprs={(names.index(n),): value for n, value in constants.items()},
+        attrs={(names.index(n),): [["tt.divisibility", 16]] for n in aligned},
+    )
+    result = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+    assert result.metadata.num_warps == 12
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(result.asm["cubin"])
+        file.flush()
+        run = lambda *command: subprocess.run(command, check=True, capture_output=True, text=True).stdout
+        sass, resources = run(TOOLS / "nvdisasm", "-c", file.name), run(TOOLS / "cuobjdump", "-res-usage", file.name)
+    return sass, resources, result.metadata.shared
+
+
+def tile_loops(name: str, loaded: int, products: int) -> list[list[str]]:
+    """The loops over tiles of a warpgroup: by how many copies they start and products they issue."""
+    short = [loop for loop in loops(compiled(name)[0]) if len(loop) < 1000]
+    return [loop for loop in short if (count(loop, "LDGSTS"), count(loop, "HGMMA")) == (loaded, products)]
+
+
+@compiled_only
+@pytest.mark.parametrize("name", KERNELS)
+def test_everything_stays_in_registers_and_fits(name: str) -> None:
+    sass, resources, dynamic = compiled(name)
+    assert not re.search(r"\b(LDL|STL)\b", sass)
+    assert "STACK:0" in resources and "LOCAL:0" in resources
+    reported = re.search(r"SHARED:(\d+)", resources)
+    assert reported and int(reported[1]) % 1024 == 0  # where Triton's tiles, swizzled by address, begin
+    assert 48 * 1024 < dynamic <= 227 * 1024 - (int(reported[1]) - 1024)
+
+
+@compiled_only
+@pytest.mark.parametrize("name", KERNELS)
+def test_no_product_waits_for_another(name: str) -> None:
+    """Products with keys, of biases and with values are all issued before the first wait, and no barrier is met."""
+    near = tile_loops(name, 0, 14)
+    assert len(near) in (4, 6) and not any(count(loop, "BAR") for loop in near)
+    for loop in near:
+        steps = re.findall(r"HGMMA\.64x(\d+)x16|(DEPBAR\.LE gsb0, 0x\d)", "\n".join(loop))
+        assert [a or b for a, b in steps] == ["64"] * 10 + ["128"] * 4 + [f"DEPBAR.LE gsb0, 0x{n}" for n in (1, 0)]
+        assert count(loop, "STS") == 16 and count(loop, "LDS") == 16  # the ring, and nothing else
+    if name in ("full", "window larger than extent"):
+        assert len(tile_loops(name, 0, 12)) == 2
+
+
+@compiled_only
+@pytest.mark.parametrize("name", ["full", "sliding"])
+def test_the_loops_are_as_short_as_they_were_made(name: str) -> None:
+    """Per warp and tile; 64 of them are jumped over while no maximum moves."""
+    inner = [loop for loop in tile_loops(name, 0, 14) if count(loop, "FSEL") < 32]
+    assert len(inner) == 2 and all(len(loop) < 450 for loop in inner)
+    assert all(len(loop) < 330 for loop in tile_loops(name, 0, 12))
+    (fetching,) = tile_loops(name, 18, 0)
+    assert len(fetching) < 160
