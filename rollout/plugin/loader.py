@@ -121,7 +121,7 @@ def kept_layers(model: nn.Module) -> dict[str, Kept]:
         expert_format = getattr(module, "expert_format", None)
         if expert_format is not None:
             prefix = name.replace("model.layers.", f"{TEXT_PREFIX}layers.", 1)
-            kept[prefix] = Kept(name, expert_format, next(module.parameters()).device)
+            kept[prefix] = Kept(name, expert_format, module.device)
     return kept
 
 

@@ -14,6 +14,7 @@ For GPUs before Blackwell. There, FlashInfer's TRT-LLM experts would take this m
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -87,9 +88,12 @@ class MarlinExperts(nn.Module):
     def __init__(self, shape: ModelShape, expert_format: ExpertFormat, name: str = "experts") -> None:
         super().__init__()
         self.expert_format = expert_format
+        self.device = torch.empty(0).device  # parameters are on `meta` while vLLM reloads them
         self.expert_width = shape.expert_width
         self.caps = shape.gate_cap, shape.up_cap
         self.activation: Any = expert_activation
+        self.align: Any = align
+        self.weighted_sum: Any = weighted_sum
         self.tiles = {"w13_weight": Tile(), "w2_weight": Tile()}
         hidden, width = shape.hidden_size, shape.expert_width
         check_sizes(hidden, width, expert_format, 1, 0, name)
@@ -110,7 +114,7 @@ class MarlinExperts(nn.Module):
         num_experts, top_k = self.w13_weight.shape[0], experts_TK.shape[1]
         constants = standing(x_TH.device, top_k)
         size = block_size(experts_TK.numel(), num_experts)
-        blocks = blocks_of(experts_TK, num_experts, size, constants)
+        blocks = blocks_of(experts_TK, num_experts, size, constants, self.align)
         pairs, padded = num_rows * top_k, self.w2_weight.shape[1] * 16
         new = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device=x_TH.device)
         # The first product is dead before the second is written, so the allocator uses its memory again.
@@ -120,7 +124,7 @@ class MarlinExperts(nn.Module):
         del gate_up_NC
         down_NH = self._product(hidden_NI, new(pairs, hidden), "w2_weight", 1, size, blocks, weights_TK,
                                 constants.locks)  # fmt: skip
-        return weighted_sum(down_NH.view(num_rows, top_k, hidden), weights_TK, torch.empty_like(x_TH))
+        return self.weighted_sum(down_NH.view(num_rows, top_k, hidden), weights_TK, torch.empty_like(x_TH))
 
     def _product(
         self, x: torch.Tensor, out: torch.Tensor, matrix: str, top_k: int, size: int, blocks: Blocks,
@@ -138,7 +142,9 @@ class MarlinExperts(nn.Module):
         )  # fmt: skip
 
 
-def blocks_of(experts_TK: torch.Tensor, num_experts: int, size: int, constants: Standing) -> Blocks:
+def blocks_of(
+    experts_TK: torch.Tensor, num_experts: int, size: int, constants: Standing, align: Callable[..., Blocks]
+) -> Blocks:
     """The pairs by expert, by the cheapest way for their number."""
     if experts_TK.shape[0] == 1 and size == BLOCK_SIZES[0]:
         return Blocks(constants.rows, experts_TK.view(-1), constants.num_rows)

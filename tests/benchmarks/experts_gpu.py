@@ -75,7 +75,8 @@ class Step:
             part()
 
     def sort(self) -> None:
-        self.blocks = blocks_of(self.chosen, self.moe.shape.num_experts, self.size, self.constants)
+        experts, count = self.experts, self.moe.shape.num_experts
+        self.blocks = blocks_of(self.chosen, count, self.size, self.constants, experts.align)
 
     def first(self) -> None:
         self.experts._product(

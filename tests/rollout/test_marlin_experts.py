@@ -123,6 +123,24 @@ def test_live_updates_bring_whole_layers(stored: dict[int, dict[str, torch.Tenso
     assert all(same_bytes(model.experts(1)[key], before[key].flip(0)) for key in before)
 
 
+def test_vllms_live_reload_writes_into_the_same_memory(stored: dict[int, dict[str, torch.Tensor]]) -> None:
+    from vllm.model_executor.model_loader import reload
+
+    model = Inkling2Part(shape_of(FORMATS, num_hidden_layers=2, layer_types=["hybrid"] * 2))
+    reload.record_metadata_for_reloading(model)
+    loader.load(model, [pair for layer in stored for pair in named(stored[layer], layer)] + [NORM])
+    places = {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    before = {key: tensor.clone() for key, tensor in model.experts(1).items()}
+    update = {key: t.flip(0).contiguous() if t.ndim else t for key, t in stored[0].items()}
+    reload.initialize_layerwise_reload(model)
+    loader.load(model, named(update, 0))
+    reload.finalize_layerwise_reload(model, SimpleNamespace(dtype=torch.bfloat16))
+    assert places == {name: parameter.data_ptr() for name, parameter in model.named_parameters()}
+    expected = marlin.from_release(update, "nvfp4")
+    assert all(same_bytes(model.experts(0)[key], expected[key]) for key in expected)
+    assert all(same_bytes(model.experts(1)[key], before[key]) for key in before)
+
+
 @pytest.mark.parametrize("layer", [0, 1])
 def test_a_layer_in_part_is_refused(stored: dict[int, dict[str, torch.Tensor]], layer: int) -> None:
     model = Inkling2Part(shape_of(FORMATS, num_hidden_layers=2, layer_types=["hybrid"] * 2))
