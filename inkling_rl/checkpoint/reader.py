@@ -245,7 +245,7 @@ class Checkpoint:
         values: torch.Tensor | None = None
         for start, group in self.iter_experts(layer, matrix, dtype):
             if values is None:
-                values = torch.empty(self.place(name).num_rows, *group.shape[1:], dtype=dtype)
+                values = torch.empty(self.place(name).num_rows, *group.shape[1:], dtype=dtype, device=group.device)
             values[start : start + len(group)] = group
         assert values is not None
         return values

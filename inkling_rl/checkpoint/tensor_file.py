@@ -115,7 +115,7 @@ class TensorFile:
         dtype = getattr(torch, place.spec.dtype, None)
         if dtype is None:
             raise CheckpointError(f"{self.path.name}:{name} must have a dtype of torch; got {place.spec.dtype}")
-        content = torch.empty((stop - start) * place.row_bytes, dtype=torch.uint8)
+        content = torch.empty((stop - start) * place.row_bytes, dtype=torch.uint8, device="cpu")
         self._fill(memoryview(content.numpy()), place.offset + start * place.row_bytes)
         shape = (stop - start, *place.spec.shape[1:]) if place.spec.shape else ()
         return content.view(dtype).reshape(shape)

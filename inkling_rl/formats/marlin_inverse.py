@@ -145,8 +145,8 @@ def _shift_of(scale_2: torch.Tensor, companions: Mapping[str, torch.Tensor], lab
 
 def _backward_table(shift: int) -> torch.Tensor:
     """E4M3 byte of each of the engine's bytes; those that `shift` never makes become 0."""
-    table = torch.zeros(256, dtype=torch.uint8)
-    scales = torch.arange(0x7F, dtype=torch.uint8)
+    table = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    scales = torch.arange(0x7F, dtype=torch.uint8, device="cpu")
     made = reference.scale_bytes(scales, shift).int()
     table[made[made > 0]] = scales[made > 0]
     return table

@@ -51,7 +51,7 @@ def functions() -> Any:
 def pack_weight(codes: torch.Tensor, bits: int, shards: int, rows: int, columns: int) -> torch.Tensor:
     """See `reference.marlin.pack_weight`."""
     codes = _dense_rows(codes)
-    words = torch.empty(len(codes), columns // 16, shards * rows * bits // 2, dtype=torch.int32)
+    words = torch.empty(len(codes), columns // 16, shards * rows * bits // 2, dtype=torch.int32, device="cpu")
     functions().marlin_pack_weight(
         _source(codes, shards), len(codes), bits, rows, columns // 16, words.data_ptr(), torch.get_num_threads()
     )
@@ -61,7 +61,7 @@ def pack_weight(codes: torch.Tensor, bits: int, shards: int, rows: int, columns:
 def permute_scales(scales: torch.Tensor, shift: int | None, shards: int, rows: int, groups: int) -> torch.Tensor:
     """See `reference.marlin.permute_scales`."""
     scales = _dense_rows(scales)
-    out = torch.empty(len(scales), groups, shards * rows, dtype=torch.uint8)
+    out = torch.empty(len(scales), groups, shards * rows, dtype=torch.uint8, device="cpu")
     table = None if shift is None else scale_table(shift)
     functions().marlin_permute_scales(
         _source(scales, shards),

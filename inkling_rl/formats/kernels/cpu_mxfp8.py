@@ -18,9 +18,9 @@ def quantize(weight: torch.Tensor, scales: torch.Tensor | None) -> tuple[torch.T
     assert columns % BLOCK_SIZE == 0
     given = None if scales is None else dense_bytes(scales)
     assert given is None or given.shape == (experts, rows, columns // BLOCK_SIZE)
-    codes = torch.empty(experts, rows, columns, dtype=torch.uint8)
-    chosen = torch.empty(experts, rows, columns // BLOCK_SIZE, dtype=torch.uint8)
-    counts = torch.zeros(experts, dtype=torch.int64)
+    codes = torch.empty(experts, rows, columns, dtype=torch.uint8, device="cpu")
+    chosen = torch.empty(experts, rows, columns // BLOCK_SIZE, dtype=torch.uint8, device="cpu")
+    counts = torch.zeros(experts, dtype=torch.int64, device="cpu")
     functions().fmt_quantize_mxfp8(
         as_argument(weight),
         None if given is None else given.data_ptr(),
@@ -36,7 +36,7 @@ def dequantize(codes: torch.Tensor, scales: torch.Tensor, dtype: torch.dtype) ->
     """See the reference. bfloat16 and float32 are written directly, other types are converted part by part."""
     codes, scales = dense_bytes(codes), dense_bytes(scales)
     assert codes.numel() == scales.numel() * BLOCK_SIZE
-    values = torch.empty(codes.shape, dtype=dtype)
+    values = torch.empty(codes.shape, dtype=dtype, device="cpu")
     if dtype not in (torch.bfloat16, torch.float32):
         for part, c, s in zip(values, codes, scales, strict=True):
             part.copy_(dequantize(c, s, torch.float32))

@@ -15,7 +15,7 @@ from inkling_rl.formats.reference.nvfp4 import BLOCK_SIZE
 def largest(weight: torch.Tensor) -> torch.Tensor:
     """float32 `[E]`: the largest magnitude of each expert of `weight [E, N, K]`; NaN where it holds one."""
     weight = dense_columns(weight)
-    result = torch.empty(weight.shape[0], dtype=torch.float32)
+    result = torch.empty(weight.shape[0], dtype=torch.float32, device="cpu")
     functions().fmt_largest(as_argument(weight), result.data_ptr(), threads())
     return result
 
@@ -29,9 +29,9 @@ def quantize(
     assert anchor.shape == (experts,) and columns % BLOCK_SIZE == 0
     given = None if scales is None else dense_bytes(scales)
     assert given is None or given.shape == (experts, rows, columns // BLOCK_SIZE)
-    codes = torch.empty(experts, rows, columns // 2, dtype=torch.uint8)
-    chosen = torch.empty(experts, rows, columns // BLOCK_SIZE, dtype=torch.uint8)
-    counts = torch.zeros(experts, 3, dtype=torch.int64)
+    codes = torch.empty(experts, rows, columns // 2, dtype=torch.uint8, device="cpu")
+    chosen = torch.empty(experts, rows, columns // BLOCK_SIZE, dtype=torch.uint8, device="cpu")
+    counts = torch.zeros(experts, 3, dtype=torch.int64, device="cpu")
     functions().fmt_quantize_nvfp4(
         as_argument(weight),
         anchor.data_ptr(),
@@ -53,7 +53,7 @@ def dequantize(
     experts, rows, half_columns = codes.shape
     blocks = rows * half_columns * 2 // BLOCK_SIZE
     assert scales.numel() == experts * blocks and amax.shape == (experts,)
-    values = torch.empty(experts, rows, 2 * half_columns, dtype=dtype)
+    values = torch.empty(experts, rows, 2 * half_columns, dtype=dtype, device="cpu")
     if dtype not in (torch.bfloat16, torch.float32):
         for e in range(experts):
             one = slice(e, e + 1)

@@ -104,8 +104,8 @@ def _stretch(half: torch.Tensor) -> torch.Tensor:
 
 def scale_table(shift: int) -> torch.Tensor:
     """Engine byte of each E4M3 byte; the checks keep NaN and negative ones out."""
-    table = torch.zeros(256, dtype=torch.uint8)
-    table[:0x7F] = reference.scale_bytes(torch.arange(0x7F, dtype=torch.uint8), shift)
+    table = torch.zeros(256, dtype=torch.uint8, device="cpu")
+    table[:0x7F] = reference.scale_bytes(torch.arange(0x7F, dtype=torch.uint8, device="cpu"), shift)
     return table
 
 

@@ -69,7 +69,7 @@ def scale_shift(largest: int) -> int:
     experts of a matrix; 0 where all are zero."""
     if largest == 0:
         return 0
-    value = float(nvfp4.e4m3_values(torch.tensor([largest], dtype=torch.uint8)))
+    value = float(nvfp4.e4m3_values(torch.tensor([largest], dtype=torch.uint8, device="cpu")))
     return math.floor(math.log2(448.0 / value))
 
 
