@@ -54,13 +54,13 @@ class Tiles(NamedTuple):
 
 
 def choose_tiles(rows: int, dtype: torch.dtype) -> Tiles:
-    """For `rows` query rows in a tile (16, 32 or 64): the largest tiles without spills of which two programs fit.
+    """For `rows` query rows in a tile (16, 32 or 64): the best over all rows of `tests.benchmarks.decode_gpu --sweep`.
 
-    Chosen from the compiler's figures; `tests/benchmarks/decode_gpu.py --sweep` measures others.
+    On an H200. For 16 rows (32, 4, 3, 3) is as good; deeper pipelines and programs of one warp lose.
     """
     if dtype == torch.float32:  # not for speed
         return Tiles(32 if rows == 16 else 16, 4, 2, 2)
-    return Tiles(64 if rows == 16 else 32, 4, 4, 2)
+    return Tiles(64, 4, 3, 2) if rows == 16 else Tiles(32, 4, 4, 2)
 
 
 def attention(
@@ -82,7 +82,7 @@ def attention(
     out_dtype: torch.dtype = torch.float32,
     tiles: Tiles | None = None,
     programs: int | None = None,
-    early_merge: bool = False,
+    early_merge: bool = True,
 ) -> torch.Tensor:
     """`reference.attention` for a step in which no request has more than `max_queries` <= 8 rows, `out_dtype` [T, N D].
 
@@ -106,6 +106,7 @@ def attention(
         return out_TC.zero_()
     rows = max(16, triton.next_power_of_2(max_queries * group))
     tiles = tiles or choose_tiles(rows, kv_BKNC.dtype)
+    early_merge = early_merge and not triton.knobs.runtime.interpret
     if programs is None:
         programs = tiles.per_multiprocessor * _multiprocessors(q_TC.device)
     num_pieces = programs + requests * kv_heads

@@ -15,7 +15,7 @@ def check_project(device: str, dtype: torch.dtype, jobs: int, rows: int, outputs
     weight_JNH = torch.randn(jobs, outputs, hidden, generator=generator, device=device)
     exact = torch.einsum("jth,jnh->jtn", x_JTH.double(), weight_JNH.double())
     error = (triton_linear.project(x_JTH, weight_JNH) - exact).norm() / exact.norm()
-    assert error < 1e-6, error
+    assert error < 3e-6, error
 
 
 def check_softcap(device: str, dtype: torch.dtype, rows: int, vocabulary: int, padded: int, hidden: int) -> None:
