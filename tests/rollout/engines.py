@@ -37,9 +37,10 @@ def oracle(path: str | Path, dtype: torch.dtype = torch.float32) -> Any:
 
 
 def oracle_logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:
-    """float32 [len, vocabulary]: row i predicts token i + 1."""
+    """float32 [len, vocabulary] on the host: row i predicts token i + 1."""
     with torch.no_grad():
-        return model(torch.tensor([token_ids]), use_cache=False).logits[0].float().log_softmax(-1)
+        logits = model(torch.tensor([token_ids], device=model.device), use_cache=False).logits
+        return logits[0].float().log_softmax(-1).cpu()
 
 
 @contextlib.contextmanager
