@@ -2,7 +2,7 @@
 
 The choice is made once per process (`INKLING_RL_KERNELS=torch` forces the reference); a missing compiler costs speed
 and one warning, never a start. On CUDA the decoder's layers run in `rollout.plugin.fused`, and of these functions only
-`linear` and `softcap_logits` are called there.
+`linear` is called there.
 """
 
 from __future__ import annotations
@@ -40,20 +40,11 @@ def linear(x_TC: torch.Tensor, weight_OC: torch.Tensor) -> torch.Tensor:
     return _linear(x_TC, weight_OC)
 
 
-def softcap_logits(x_TH: torch.Tensor, weight_VH: torch.Tensor, cap: float, padded_size: int) -> torch.Tensor:
-    """See `reference.softcap_logits`."""
-    if x_TH.is_cuda:
-        from rollout.kernels import triton_softcap
-
-        return triton_softcap.softcap_logits(x_TH, weight_VH, cap, padded_size)
-    return _softcap_logits(x_TH, weight_VH, cap, padded_size)
-
-
 attention = _dispatched(reference.attention, native.attention)
 experts = _dispatched(reference.experts, native.experts)
 lora_delta = _dispatched(reference.lora_delta, native.lora_delta)
 mix_norm = _dispatched(reference.mix_norm, native.mix_norm)
 short_conv = _dispatched(reference.short_conv, native.short_conv)
 _linear = _dispatched(reference.linear, native.linear)
-_softcap_logits = _dispatched(reference.softcap_logits, native.softcap_logits)
+softcap_logits = _dispatched(reference.softcap_logits, native.softcap_logits)
 store_kv = _dispatched(reference.store_kv, native.store_kv)

@@ -18,7 +18,6 @@ import torch
 import torch.nn.functional as F
 
 from rollout.kernels.cuda import Kernels
-from rollout.kernels.triton_linear import project
 from rollout.plugin.attention import Attention
 from rollout.plugin.attn_residual import MIX_EPS
 from rollout.plugin.conv_state import DynamicShortConvolution, ShortConvolution
@@ -110,10 +109,11 @@ def attend(
     assert module.shared is not None
     kind, bias = module.kind, module.relative_position_bias
     q_TC, r_TC, gate_TC, k_TC, v_TC = projected(module, inputs_QTH)
-    sink_TN = project(inputs_QTH[:1], module.sink_proj.weight[None])[0]
+    sink_TN = kernels.project(inputs_QTH[:1], module.sink_proj.weight[None])[0]
     k_dynamic = v_dynamic = None
     if module.shared.taps is not None:
-        k_dynamic, v_dynamic = project(inputs_QTH[1:], module.shared.taps).unflatten(-1, (kind.num_kv_heads, -1))
+        dynamic = kernels.project(inputs_QTH[1:], module.shared.taps)
+        k_dynamic, v_dynamic = dynamic.unflatten(-1, (kind.num_kv_heads, -1))
     q_TND = torch.empty(*q_TC.shape[:1], kind.num_heads, kind.head_dim, dtype=q_TC.dtype, device=q_TC.device)
     r_TNM = torch.empty(*q_TC.shape[:1], *bias.norm.scale.shape, dtype=torch.float32, device=q_TC.device)
     kernels.prepare(
