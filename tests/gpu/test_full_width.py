@@ -2,7 +2,7 @@
 
 What the tiny model cannot show: hidden size 4608, 48/8 heads of 128, a window and an extent of 1024 that a prompt of
 3,000 tokens passes, 384 experts in NVFP4 and in MXFP8. The weights are random; what matters is that transformers gets
-the engine's own, its experts decoded from Marlin's bytes. The bar is the distance of transformers' bfloat16 from float32.
+the engine's own, its experts decoded from Marlin's bytes. The bar is how far transformers' bfloat16 is from float32.
 """
 
 from __future__ import annotations
