@@ -12,6 +12,7 @@ import logging
 import os
 from typing import Any, Literal, NamedTuple
 
+import torch
 from vllm.platforms import current_platform
 
 from rollout.kernels.trials import AttentionSizes, Sizes
@@ -81,6 +82,10 @@ def check_device(vllm_config: Any) -> None:
             "%s experts); run `inkling-rl verify` before you trust a number",
             _name(), found.generation, found.experts,
         )  # fmt: skip
+    if vllm_config.lora_config is not None:
+        # vLLM 0.30's LoRA kernels assert this in the first step that has an adapter.
+        dtype = vllm_config.model_config.dtype
+        _require("dtype", dtype == torch.bfloat16, "bfloat16 where adapters are loaded", dtype)
     shape = ModelShape.from_config(vllm_config.model_config.hf_text_config)
     _require("d_rel", shape.d_rel in REL_DIMS, _one_of(REL_DIMS), shape.d_rel)
     for prefix, kind in (("", shape.full), ("swa_", shape.sliding)):

@@ -47,12 +47,15 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, name
     monkeypatch.setattr(device, "current_platform", Platform(capability, name))
 
 
-def settings(dtype: torch.dtype = torch.bfloat16, cache_dtype: str = "auto", **text: Any) -> Any:
+def settings(
+    dtype: torch.dtype = torch.bfloat16, cache_dtype: str = "auto", lora_config: object = None, **text: Any
+) -> Any:
     """As much of a vLLM configuration as the checks read; `text` changes the model."""
     config = Inkling2TextConfig(**(tiny_config()["text_config"] | text))
     return SimpleNamespace(
         model_config=SimpleNamespace(dtype=dtype, quantization=None, hf_text_config=config),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=64),
+        lora_config=lora_config,
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
     )
 
@@ -102,6 +105,8 @@ def test_blackwell_must_be_asked_for(
     ({"cache_dtype": "fp8_e4m3"}, "kv_cache_dtype must be auto or bfloat16 .* got fp8_e4m3"),
     ({"head_dim": 256}, "head_dim must be one of 16, 32, 64, 128 on a GPU; got 256"),
     ({"swa_head_dim": 256}, "swa_head_dim must be one of 16, 32, 64, 128 on a GPU; got 256"),
+    ({"dtype": torch.float32, "lora_config": object()},
+     r"dtype must be bfloat16 where adapters are loaded on a GPU; got torch\.float32"),
     ({"d_rel": 48}, "d_rel must be one of 16, 32, 64 on a GPU; got 48"),
     ({"num_attention_heads": 20, "num_key_value_heads": 2},
      "num_attention_heads / num_key_value_heads must be 8 or less on a GPU; got 10"),
