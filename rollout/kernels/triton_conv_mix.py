@@ -8,7 +8,8 @@ neighbours', come out of the L2 cache; taps, queries and norm weights out of L1,
 
 A row's bits depend on that row alone: the order of its sums is fixed by the shape of a row, not by the number of rows.
 How many sources are added at a time does not change them either: the online softmax keeps its largest score as a power
-of two, and multiplying by powers of two rounds nothing.
+of two, and multiplying by powers of two rounds nothing. Products that are added to something are written as one `fma`:
+the compiler would fuse some of them and not others, depending on the code around.
 
 Departure from the reference: the running block is rounded to the dtype it is stored in before it is mixed, so that the
 mixture sees what later ones will read.
@@ -33,7 +34,8 @@ class Tile(NamedTuple):
     """A program works on `block` columns at a time in `warps` warps: these define the order of a row's sums.
 
     It adds `batch` sources at a time while the next ones are read, reads the queries again for each batch or keeps them
-    in registers, and may be held to `registers` per thread: these change no bit.
+    in registers, may be held to `registers` per thread, and asks for the row `prefetch` rows on to be brought into the
+    L2 cache: more bytes are then under way than programs have registers for. These change no bit.
     """
 
     block: int
@@ -41,12 +43,20 @@ class Tile(NamedTuple):
     batch: int
     reload: bool
     registers: int | None = None
+    prefetch: int = 0
 
 
-# By the number of outputs. With three, mixtures and queries do not both fit a thread's registers.
-TILES = {1: Tile(512, 4, 2, False), 3: Tile(512, 4, 2, True)}
+FEW_ROWS = 256
+"""Up to so many rows, hardly more than one program at a time runs on a multiprocessor: latency is all."""
 
-_NOWHERE = tl.constexpr(-1e9)  # score of a source that is not there; its weight is 0
+# By the number of outputs, for few rows and for many. With three, mixtures and queries do not both fit the registers.
+# Both define the same bits.
+TILES = {
+    1: (Tile(512, 4, 2, False), Tile(512, 4, 1, False, 168, 264)),
+    3: (Tile(512, 4, 1, True), Tile(512, 4, 1, True, None, 264)),
+}
+
+_NOWHERE = tl.constexpr(-1e9)  # exponent of the weight of a source that is not there, which is then 0
 
 
 def conv_mix(
@@ -80,8 +90,8 @@ def conv_mix(
         out_QTH: normed mixtures.
         tile: how a program works.
     """
-    tile = tile or TILES[out_QTH.shape[0]]
     num_rows, hidden = x_TH.shape
+    tile = tile or TILES[out_QTH.shape[0]][num_rows > FEW_ROWS]
     assert queries_QH.shape == weights_QH.shape == (out_QTH.shape[0], hidden) and out_QTH.shape[0] in (1, 3)
     assert weight.shape == (hidden, 1, 4) and slots_T.stride(0) == 1
     assert queries_QH.is_contiguous() and weights_QH.is_contiguous() and sources_TL.is_contiguous()
@@ -98,6 +108,7 @@ def conv_mix(
             *out_QTH.stride()[:2], slots_T.shape[0], blocks_STH.shape[0], 1.0 / hidden,
             math.log2(math.e) / math.sqrt(hidden), 1.0 / math.sqrt(5.0), mix_eps, norm_eps, state_BNC.shape[1], hidden,
             min(tile.block, triton.next_power_of_2(hidden)), out_QTH.shape[0], tile.batch, tile.reload,
+            0 if triton.knobs.runtime.interpret else tile.prefetch,
             num_warps=tile.warps, maxnreg=tile.registers,
         )  # fmt: skip
 
@@ -109,39 +120,46 @@ def _conv_mix_kernel(
     stride_token, stride_lag, stride_tap, stride_residual, stride_source, stride_row, stride_running, stride_query,
     stride_out, num_slots, num_blocks, per_hidden, score_scale, conv_scale, mix_eps, norm_eps,
     TOKENS_PER_BLOCK: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    BATCH: tl.constexpr, RELOAD: tl.constexpr,
+    BATCH: tl.constexpr, RELOAD: tl.constexpr, PREFETCH: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
     blocks += row * stride_row
     ahead = _load_batch(blocks, 0, num_blocks, stride_source, HIDDEN, BLOCK, BATCH)
+    if PREFETCH > 0:  # noqa: SIM102 - a constant of the compiler's
+        if row + PREFETCH < tl.num_programs(0):
+            _prefetch(x + (row + PREFETCH) * stride_x, HIDDEN)
+            if residual is not None:
+                _prefetch(residual + (row + PREFETCH) * stride_residual, HIDDEN)
+            for s in range(num_blocks):
+                _prefetch(blocks + tl.cast(s, tl.int64) * stride_source + PREFETCH * stride_row, HIDDEN)
     slot = tl.load(slots + row, mask=row < num_slots, other=-1)
     source = _convolved(
         x, state, sources + row * 3, slot, taps, residual, row, stride_x, stride_block, stride_token, stride_lag,
         stride_tap, stride_residual, running + row * stride_running, conv_scale, TOKENS_PER_BLOCK, HIDDEN, BLOCK,
     )  # fmt: skip
     sums = _sums(source, queries, 1, QUERIES, HIDDEN, BLOCK)
-    inverse, scores = _scores(sums, 0, True, per_hidden, score_scale, mix_eps, QUERIES)
-    mixed, largest, total = (), (), ()
+    inverse, largest, total = _scores(sums, 0, True, per_hidden, score_scale, mix_eps, QUERIES)
+    mixed = ()
     for q in tl.static_range(QUERIES):
-        whole, part = _split(scores[q])
-        largest = largest + (whole,)
-        total = total + (part,)
         for c in tl.static_range(CHUNKS):
-            mixed = mixed + (source[c] * (inverse * part),)
+            mixed = mixed + (source[c] * (inverse * total[q]),)
     for first in range(0, num_blocks, BATCH):
         # New names: those from before the loop would be carried through it.
         added = ()
         for c in tl.static_range(BATCH * CHUNKS):
             added = added + (ahead[c].to(tl.float32),)
         ahead = _load_batch(blocks, first + BATCH, num_blocks, stride_source, HIDDEN, BLOCK, BATCH)
-        # The compiler keeps the queries in registers unless their address seems to change.
-        near = queries + (first >> 30) if RELOAD else queries
+        # The compiler keeps the queries in registers unless their address seems to change; by whole lines, lest it
+        # load number by number.
+        near = queries + (first >> 30) * 32 if RELOAD else queries
         added_sums = _sums(added, near, BATCH, QUERIES, HIDDEN, BLOCK)
         for s in tl.static_range(BATCH):
-            over, marks = _scores(added_sums, s, first + s < num_blocks, per_hidden, score_scale, mix_eps, QUERIES)
+            over, wholes, parts = _scores(
+                added_sums, s, first + s < num_blocks, per_hidden, score_scale, mix_eps, QUERIES
+            )
             chunks = added[s * CHUNKS : (s + 1) * CHUNKS]
-            mixed, largest, total = _added(mixed, largest, total, chunks, marks, over, QUERIES, CHUNKS)
+            mixed, largest, total = _added(mixed, largest, total, chunks, wholes, parts, over, QUERIES, CHUNKS)
     for q in tl.static_range(QUERIES):
         _store_normed(
             mixed[q * CHUNKS : (q + 1) * CHUNKS], 1.0 / total[q], weights + q * HIDDEN,
@@ -161,6 +179,15 @@ def _load_batch(
 
 
 @triton.jit
+def _prefetch(start, HIDDEN: tl.constexpr):
+    """Ask for a row to be brought into the L2 cache, a line of 128 bytes for each element of a tensor."""
+    LINE: tl.constexpr = 1024 // start.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = triton.next_power_of_2((HIDDEN + LINE - 1) // LINE)
+    line = start + tl.minimum(tl.arange(0, LINES) * LINE, HIDDEN - 1)
+    tl.inline_asm_elementwise("prefetch.global.L2 [$1]; // $0", "=r,l", [line], dtype=tl.int32, is_pure=False, pack=1)
+
+
+@triton.jit
 def _sums(source, queries, BATCH: tl.constexpr, QUERIES: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr):
     """Sums over the row, source by source: of squares, and of products with each query."""
     CHUNKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
@@ -175,9 +202,9 @@ def _sums(source, queries, BATCH: tl.constexpr, QUERIES: tl.constexpr, HIDDEN: t
         more = ()
         for s in tl.static_range(BATCH):
             value = source[s * CHUNKS + c]
-            more = more + (partial[s * (QUERIES + 1)] + value * value,)
+            more = more + (tl.fma(value, value, partial[s * (QUERIES + 1)]),)
             for q in tl.static_range(QUERIES):
-                more = more + (partial[s * (QUERIES + 1) + q + 1] + value * query[q],)
+                more = more + (tl.fma(value, query[q], partial[s * (QUERIES + 1) + q + 1]),)
         partial = more
     if len(partial) == 2:
         return tl.reduce(partial, 0, _add_2)
@@ -217,20 +244,18 @@ def _add_16(
 
 @triton.jit
 def _scores(sums, s: tl.constexpr, there, per_hidden, score_scale, mix_eps, QUERIES: tl.constexpr):
-    """One over the root mean square of source s, and its score under each query in units of log 2."""
-    inverse = tl.rsqrt(sums[s * (QUERIES + 1)] * per_hidden + mix_eps)
-    scores = ()
+    """One over the root mean square of source s, and two to the power of its score under each query.
+
+    A score is in units of log 2; its power is an exponent (int32) and a factor in (1/2, 1].
+    """
+    inverse = tl.rsqrt(tl.fma(sums[s * (QUERIES + 1)], per_hidden, mix_eps))
+    exponents, factors = (), ()
     for q in tl.static_range(QUERIES):
-        score = sums[s * (QUERIES + 1) + q + 1] * inverse * score_scale
-        scores = scores + (tl.where(there, score, _NOWHERE),)
-    return inverse, scores
-
-
-@triton.jit
-def _split(score):
-    """`2^score` as an exponent (int32) and a factor in (1/2, 1]."""
-    whole = tl.ceil(score)
-    return whole.to(tl.int32), tl.exp2(score - whole)
+        product = sums[s * (QUERIES + 1) + q + 1] * inverse
+        whole = tl.ceil(product * score_scale)
+        exponents = exponents + (tl.where(there, whole, _NOWHERE).to(tl.int32),)
+        factors = factors + (tl.exp2(tl.fma(product, score_scale, -whole)),)
+    return inverse, exponents, factors
 
 
 @triton.jit
@@ -240,11 +265,11 @@ def _power(exponent):
 
 
 @triton.jit
-def _added(mixed, largest, total, source, scores, inverse, QUERIES: tl.constexpr, CHUNKS: tl.constexpr):
+def _added(mixed, largest, total, source, wholes, parts, inverse, QUERIES: tl.constexpr, CHUNKS: tl.constexpr):
     """The online softmax with one more source. Its running factors are powers of two, so nothing is rounded twice."""
     new_mixed, new_largest, new_total = (), (), ()
     for q in tl.static_range(QUERIES):
-        whole, part = _split(scores[q])
+        whole, part = wholes[q], parts[q]
         kept = mixed[q * CHUNKS : (q + 1) * CHUNKS]
         kept_total, maximum = total[q], largest[q]
         if whole > maximum:
@@ -256,7 +281,7 @@ def _added(mixed, largest, total, source, scores, inverse, QUERIES: tl.constexpr
         new_total = new_total + (kept_total + new,)
         factor = new * inverse
         for c in tl.static_range(CHUNKS):
-            new_mixed = new_mixed + (kept[c] + source[c] * factor,)
+            new_mixed = new_mixed + (tl.fma(source[c], factor, kept[c]),)
     return new_mixed, new_largest, new_total
 
 
@@ -277,8 +302,8 @@ def _store_normed(mixed, scale, weight, out, per_hidden, norm_eps, HIDDEN: tl.co
     for c in tl.static_range(CHUNKS):
         columns = c * BLOCK + tl.arange(0, BLOCK)
         learned = learned + (tl.load(weight + columns, mask=columns < HIDDEN, other=0.0),)
-        squares += mixed[c] * mixed[c]
-    factor = scale * tl.rsqrt(tl.sum(squares, axis=0) * scale * scale * per_hidden + norm_eps)
+        squares = tl.fma(mixed[c], mixed[c], squares)
+    factor = scale * tl.rsqrt(tl.fma(tl.sum(squares, axis=0) * scale * scale, per_hidden, norm_eps))
     for c in tl.static_range(CHUNKS):
         columns = c * BLOCK + tl.arange(0, BLOCK)
         value = mixed[c] * factor * learned[c].to(tl.float32)
@@ -321,10 +346,12 @@ def _convolved(
         total = value
         for lag in tl.static_range(4):
             tap = tl.load(taps + (3 - lag) * stride_lag + columns * stride_tap, mask=columns < HIDDEN, other=0.0)
-            total += inputs[lag * CHUNKS + c].to(state.dtype.element_ty).to(tl.float32) * tap.to(tl.float32)
-        value = total * conv_scale
+            earlier = inputs[lag * CHUNKS + c].to(state.dtype.element_ty).to(tl.float32)
+            total = tl.fma(earlier, tap.to(tl.float32), total)
         if residual is not None:
-            value += before[c].to(tl.float32)
+            value = tl.fma(total, conv_scale, before[c].to(tl.float32))
+        else:
+            value = total * conv_scale
         chunks = chunks + (value.to(running.dtype.element_ty),)
     stored = state + token_offset(slot, stride_block, stride_token, TOKENS_PER_BLOCK)
     result = ()

@@ -13,6 +13,8 @@ running sums of 256 columns: 2e-6).
 The sum over the hidden size is a fixed tree: those 64 columns, segments of 256, three groups of segments, the groups.
 Few tokens are spread over many programs (one per segment), many tokens are not; the tree, and so a row's bits, is the
 same.
+
+The choice is launched before the sums have ended, and waits for them once it runs: the second launch costs nothing.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import triton.language as tl
 COLUMNS, SEGMENT, GROUPS = 64, 256, 3
 
 _UPPER_HALF = tl.constexpr(-0x10000)  # 0xFFFF0000
+_LEAST = tl.constexpr(-0x80000000)
 
 
 class Tile(NamedTuple):
@@ -39,7 +42,7 @@ class Tile(NamedTuple):
 # Up to so many tokens: what a program is and whether it takes a segment, a group or the whole row. Only the sum's tree,
 # which these do not touch, is part of the definition of a row's bits.
 PLANS: tuple[tuple[int, Tile, str], ...] = (
-    (64, Tile(16, 4, 4), "segment"),
+    (64, Tile(16, 5, 4), "segment"),  # 5: all four steps of a segment are in flight at once
     (1024, Tile(64, 3, 4), "group"),
     (2**31, Tile(64, 3, 4), "row"),
 )
@@ -54,6 +57,7 @@ def route(
     weights_TK: torch.Tensor | None = None,
     experts_TK: torch.Tensor | None = None,
     plan: tuple[Tile, str] | None = None,
+    early: bool = True,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights float32 [T, top_k] and expert numbers int32 [T, top_k], in ascending order of the number.
 
@@ -61,6 +65,7 @@ def route(
         x_TH: input of the experts, bfloat16 or float32.
         router_EH: float32, any strides. bias_E: float32; only selects.
         weights_TK, experts_TK: written instead of new tensors; contiguous.
+        early: launch the choice before the sums have ended.
     """
     num_rows, num_experts = x_TH.shape[0], router_EH.shape[0]
     assert x_TH.stride(1) == 1 and router_EH.dtype == bias_E.dtype == torch.float32 and top_k <= num_experts
@@ -70,11 +75,13 @@ def route(
         experts_TK = torch.empty(num_rows, top_k, dtype=torch.int32, device=x_TH.device)
     assert weights_TK.is_contiguous() and experts_TK.is_contiguous()
     if num_rows:
-        parts_PTE, inner = _logits(x_TH, router_EH, plan)
+        early = early and not triton.knobs.runtime.interpret
+        parts_PTE, inner = _logits(x_TH, router_EH, plan, early)
         with torch.cuda.device_of(x_TH):
             _choose_kernel[(num_rows,)](
                 parts_PTE, bias_E, weights_TK, experts_TK, num_rows, route_scale, num_experts,
-                triton.next_power_of_2(num_experts), parts_PTE.shape[0] // inner, inner, top_k, num_warps=1,
+                triton.next_power_of_2(num_experts), parts_PTE.shape[0] // inner, inner, top_k, early,
+                num_warps=1, **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
     return weights_TK, experts_TK
 
@@ -97,7 +104,9 @@ def choose_plan(num_rows: int, dtype: torch.dtype) -> tuple[Tile, str]:
     return next((plan[1:] for plan in fits if num_rows <= plan[0]), fits[-1][1:])
 
 
-def _logits(x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] | None) -> tuple[torch.Tensor, int]:
+def _logits(
+    x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] | None, early: bool = False
+) -> tuple[torch.Tensor, int]:
     """Partial sums float32 [parts, T, E], and how many of them make a group."""
     num_rows, hidden = x_TH.shape
     num_experts = router_EH.shape[0]
@@ -109,7 +118,7 @@ def _logits(x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] 
     with torch.cuda.device_of(x_TH):
         _logits_kernel[(triton.cdiv(num_experts, 64), triton.cdiv(num_rows, tile.tokens), parts)](
             x_TH, router_EH, parts_PTE, x_TH.stride(0), *router_EH.stride(), num_rows, num_experts, hidden, groups,
-            segments, SEGMENT, tile.tokens, COLUMNS, num_warps=tile.warps, num_stages=tile.stages,
+            segments, SEGMENT, tile.tokens, COLUMNS, early, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return parts_PTE, (per_group if span == "segment" else 1)
 
@@ -119,8 +128,11 @@ def _logits(x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] 
 def _logits_kernel(
     x, router, parts, stride_x, stride_expert, stride_column, num_rows, num_experts, HIDDEN: tl.constexpr,
     GROUPS: tl.constexpr, SEGMENTS: tl.constexpr, SEGMENT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     """Experts are the rows of the matrix instruction: those operands come out of registers, where they are split."""
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     expert = tl.program_id(0) * 64 + tl.arange(0, 64)
     row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
     experts_there, rows_there = expert < num_experts, row < num_rows
@@ -142,12 +154,13 @@ def _logits_kernel(
         if step % STEPS == STEPS - 1:
             of_group += of_segment
             of_segment = tl.zeros([64, TOKENS], tl.float32)
-        if step % (STEPS * SEGMENTS) == STEPS * SEGMENTS - 1:
-            total += of_group
-            of_group = tl.zeros([64, TOKENS], tl.float32)
+        if GROUPS > 1:  # noqa: SIM102 - a constant of the compiler's
+            if step % (STEPS * SEGMENTS) == STEPS * SEGMENTS - 1:
+                total += of_group
+                of_group = tl.zeros([64, TOKENS], tl.float32)
     place = parts + tl.program_id(2).to(tl.int64) * num_rows * num_experts
     place += row[None, :].to(tl.int64) * num_experts + expert[:, None]
-    tl.store(place, total, mask=experts_there[:, None] & rows_there[None, :])
+    tl.store(place, total if GROUPS > 1 else of_group, mask=experts_there[:, None] & rows_there[None, :])
 
 
 @triton.jit
@@ -186,11 +199,15 @@ def _upper_half(bits):
 @triton.jit(do_not_specialize=["num_rows"])
 def _choose_kernel(
     parts, bias, weights, experts, num_rows, route_scale, NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr,
-    GROUPS: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr,
+    GROUPS: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
     expert = tl.arange(0, TILE)
     there = expert < NUM_EXPERTS
+    # A constant of the model: read before the wait.
+    lean = tl.load(bias + expert, mask=there, other=0.0)
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
     logit = tl.zeros([TILE], tl.float32)
     for group in tl.static_range(GROUPS):
         of_group = tl.zeros([TILE], tl.float32)
@@ -199,16 +216,31 @@ def _choose_kernel(
             of_group += tl.load(start + expert, mask=there, other=0.0)
         logit += of_group
     score = 1.0 / (1.0 + tl.exp(-logit))
-    biased = (score + tl.load(bias + expert, mask=there, other=0.0)).to(tl.int32, bitcast=True)
-    # Ordered like the floats. No float is the least integer, which marks what is chosen.
+    biased = (score + lean).to(tl.int32, bitcast=True)
+    # Ordered like the floats. No float is the least integer.
     ordered = biased ^ ((biased >> 31) & 0x7FFFFFFF)
-    NOTHING: tl.constexpr = -0x80000000
-    ordered = tl.where(there, ordered, NOTHING)
-    for _ in tl.static_range(TOP_K):
-        best = tl.min(tl.where(ordered == tl.max(ordered, axis=0), expert, TILE), axis=0)
-        ordered = tl.where(expert == best, NOTHING, ordered)
-    chosen = there & (ordered == NOTHING)
+    chosen = _largest(tl.where(there, ordered, _LEAST), expert, TOP_K, TILE)
     score = tl.where(chosen, score, 0.0)
     place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
     tl.store(weights + place, score / (tl.sum(score, axis=0) + 1e-20) * route_scale, mask=chosen)
     tl.store(experts + place, expert, mask=chosen)
+
+
+@triton.jit
+def _largest(ordered, expert, TOP_K: tl.constexpr, TILE: tl.constexpr):
+    """Which are the TOP_K largest, of equal ones the first.
+
+    That many times the largest number below the last one gives the least that is chosen, unless numbers are equal: then
+    one by one, at twice the reductions.
+    """
+    least = tl.max(ordered, axis=0)
+    for _ in tl.static_range(TOP_K - 1):
+        least = tl.max(tl.where(ordered < least, ordered, _LEAST), axis=0)
+    chosen = ordered >= least
+    if tl.sum(chosen.to(tl.int32), axis=0) != TOP_K:
+        left = ordered
+        for _turn in range(TOP_K):
+            best = tl.min(tl.where(left == tl.max(left, axis=0), expert, TILE), axis=0)
+            left = tl.where(expert == best, _LEAST, left)
+        chosen = (ordered != _LEAST) & (left == _LEAST)
+    return chosen

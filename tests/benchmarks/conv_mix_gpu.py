@@ -41,12 +41,19 @@ KERNELS = (
 )  # fmt: skip
 ALTERNATIVE_SECONDS = 75.0
 
+# Those of one block and number of warps give the same bits.
 MANY_TILES = {
-    1: (Tile(512, 4, 2, True, 168), Tile(512, 4, 1, False), Tile(512, 4, 1, True, 128), Tile(1024, 8, 2, False),
-        Tile(1024, 4, 2, False)),
-    3: (Tile(512, 4, 1, True), Tile(512, 8, 1, True, 128), Tile(1024, 8, 1, True, 128), Tile(1024, 8, 2, True)),
+    1: (Tile(512, 4, 2, False), Tile(512, 4, 2, False, None, 132), Tile(512, 4, 2, False, None, 264),
+        Tile(512, 4, 2, False, 168), Tile(512, 4, 2, True, 168), Tile(512, 4, 2, True, 168, 264),
+        Tile(512, 4, 1, False, 168), Tile(512, 4, 1, False, 168, 264), Tile(512, 4, 1, False, 168, 528),
+        Tile(512, 8, 2, False, 128), Tile(512, 8, 2, False, 128, 264)),
+    3: (Tile(512, 4, 2, True), Tile(512, 4, 1, True), Tile(512, 4, 1, True, None, 264), Tile(512, 8, 1, True, 128, 264),
+        Tile(512, 8, 2, True, 128, 264)),
 }  # fmt: skip
-FEW_TILES = {1: (Tile(512, 4, 4, False), Tile(1024, 8, 2, False), Tile(1024, 8, 4, False), Tile(1024, 16, 4, False))}
+FEW_TILES = {
+    1: (Tile(512, 4, 4, False), Tile(512, 4, 1, False, 168), Tile(512, 8, 2, False, 128), Tile(1024, 16, 4, False)),
+    3: (Tile(512, 4, 2, True), Tile(512, 8, 2, True, 128)),
+}
 PREPARATION_SHAPES = ((1024, 2), (1024, 4), (4096, 8))
 ACTIVATION_SHAPES = ((1024, 2), (1024, 4), (2048, 8), (4096, 8))
 
@@ -86,10 +93,13 @@ def microseconds(runs: Sequence[Callable[[], object]], calls: int, replays: int 
 
 
 def copy_bandwidth() -> float:
-    """GB/s of a device-to-device copy, bytes read plus written."""
-    source = torch.randn(1 << 29, device="cuda", dtype=BF16)
+    """GB/s of a kernel that reads and writes 2 GiB each, bytes read plus written.
+
+    Not of `copy_`: inside a graph that is the copy engine's, which is slower than the multiprocessors are.
+    """
+    source = torch.randn(1 << 30, device="cuda", dtype=BF16)
     target = torch.empty_like(source)
-    return 2e-3 * source.nbytes / microseconds([lambda: target.copy_(source)], 4)
+    return 2e-3 * source.nbytes / microseconds([lambda: torch.neg(source, out=target)], 4)
 
 
 def step_of(rows: int) -> cases.Step:
@@ -149,7 +159,7 @@ def conv_mix_works(sweep: bool) -> Iterator[Work]:
             yield Work(name="  state thinned", rows=rows, bytes_moved=moved, runs=[partial(run, None, thinned)])
         if sweep and blocks == 8 and rows in (8, 8192):
             for tile in (MANY_TILES if rows > FEW else FEW_TILES).get(queries, ()):
-                if tile != TILES[queries]:
+                if tile != TILES[queries][rows > FEW]:
                     yield Work(name=f"  {tuple(tile)}", runs=[partial(run, tile)], **alike)
 
 
@@ -222,9 +232,14 @@ def router_works(sweep: bool) -> Iterator[Work]:
         instead = instead if rows in (8, 8192) else None
         yield Work(name="router", rows=rows, bytes_moved=moved, runs=runs, error=error, instead=instead)
         many = rows > FEW
+        if sweep:
+            late = [partial(run, early=False) for run in runs]
+            yield Work(name="  the choice not launched early", rows=rows, bytes_moved=moved, runs=late)
+            sums = [partial(triton_router._logits, x, router, None) for router in routers[: len(runs)]]
+            yield Work(name="  sums alone", rows=rows, bytes_moved=moved, runs=sums)
         for tokens, stages, span in (
-            ((64, 2, "row"), (64, 4, "row"), (64, 3, "group"), (32, 3, "row")) if many and sweep
-            else ((16, 6, "segment"), (16, 4, "group"), (32, 4, "segment")) if sweep else ()
+            ((64, 4, "row"), (64, 3, "row"), (64, 3, "group"), (64, 4, "group"), (32, 4, "group")) if many and sweep
+            else ((16, 4, "segment"), (16, 6, "segment")) if sweep else ()
         ):  # fmt: skip
             plan = (triton_router.Tile(tokens, stages, 4), span)
             yield Work(

@@ -182,8 +182,8 @@ def check_conv_mix_chunks(device: str, dtype: torch.dtype, hidden: int, tile: Ti
 
 def same_bits(tile: Tile, queries: int) -> list[Tile]:
     """Shapes of a program that give the bits of `tile`."""
-    sizes = (1, 4) if queries == 1 else (1,)
-    return [tile._replace(batch=size, reload=not tile.reload, registers=None) for size in sizes]
+    sizes = (1, 4) if queries == 1 else (2,)
+    return [tile._replace(batch=size, reload=True, registers=None) for size in sizes]
 
 
 def check_conv_mix_batches(device: str, dtype: torch.dtype, hidden: int, queries: int, tile: Tile) -> None:
