@@ -148,7 +148,7 @@ def _conv_mix_kernel(
         # New names: those from before the loop would be carried through it.
         added = ()
         for c in tl.static_range(BATCH * CHUNKS):
-            added = added + (ahead[c].to(tl.float32),)
+            added = added + (_wide(ahead[c]),)
         ahead = _load_batch(blocks, first + BATCH, num_blocks, stride_source, HIDDEN, BLOCK, BATCH)
         # The compiler keeps the queries in registers unless their address seems to change; by whole lines, lest it
         # load number by number.
@@ -176,6 +176,15 @@ def _load_batch(
         start = blocks + tl.cast(first + s, tl.int64) * stride_source
         loaded = loaded + _load_row(start, first + s < num_blocks, HIDDEN, BLOCK)
     return loaded
+
+
+@triton.jit
+def _wide(x):
+    """As float32. By integers: of a register with two bfloat16 numbers the compiler then takes either in one step."""
+    if x.dtype == tl.bfloat16:
+        return (x.to(tl.int16, bitcast=True).to(tl.int32) << 16).to(tl.float32, bitcast=True)
+    else:
+        return x.to(tl.float32)
 
 
 @triton.jit
@@ -342,14 +351,14 @@ def _convolved(
     chunks = ()
     for c in tl.static_range(CHUNKS):
         columns = c * BLOCK + tl.arange(0, BLOCK)
-        value = inputs[c].to(state.dtype.element_ty).to(tl.float32)
+        value = _wide(inputs[c].to(state.dtype.element_ty))
         total = value
         for lag in tl.static_range(4):
             tap = tl.load(taps + (3 - lag) * stride_lag + columns * stride_tap, mask=columns < HIDDEN, other=0.0)
-            earlier = inputs[lag * CHUNKS + c].to(state.dtype.element_ty).to(tl.float32)
+            earlier = _wide(inputs[lag * CHUNKS + c].to(state.dtype.element_ty))
             total = tl.fma(earlier, tap.to(tl.float32), total)
         if residual is not None:
-            value = tl.fma(total, conv_scale, before[c].to(tl.float32))
+            value = tl.fma(total, conv_scale, _wide(before[c]))
         else:
             value = total * conv_scale
         chunks = chunks + (value.to(running.dtype.element_ty),)
@@ -360,5 +369,5 @@ def _convolved(
         inside = columns < HIDDEN
         tl.store(stored + columns, inputs[c].to(state.dtype.element_ty), mask=inside & (slot >= 0))
         tl.store(running + columns, chunks[c], mask=inside)
-        result = result + (chunks[c].to(tl.float32),)
+        result = result + (_wide(chunks[c]),)
     return result
