@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
+from itertools import product
 from typing import Any
 
 import torch
@@ -148,9 +149,10 @@ def _prepare(sizes: Sizes) -> Iterator[Trial]:
 
 def _conv_mix(sizes: Sizes) -> Iterator[Trial]:
     is_full = any(kind.window is None for kind in sizes.attention)
-    for queries in (1, 3) if is_full else (1,):
+    # Few rows and many take different programs.
+    for queries, step in product((1, 3) if is_full else (1,), (STEP, ((5, 300),))):
         draw = _Draw()
-        batch, rows = _batch(STEP, sizes.conv_page)
+        batch, rows = _batch(step, sizes.conv_page)
         state = draw(int(batch.block_table.max()) + 1, sizes.conv_page, sizes.hidden, dtype=sizes.state_dtype)
         rows_of = lambda *shape, draw=draw: draw(*shape, sizes.hidden, dtype=sizes.dtype)
         arguments = (
@@ -159,7 +161,7 @@ def _conv_mix(sizes: Sizes) -> Iterator[Trial]:
             draw(queries, sizes.hidden), 1e-6, 1e-6, torch.zeros(rows, sizes.hidden, dtype=sizes.dtype),
             torch.zeros(queries, rows, sizes.hidden, dtype=sizes.dtype),
         )  # fmt: skip
-        yield Trial(f"{queries} outputs", arguments, LIMITS[sizes.dtype], (1, 11, 12))
+        yield Trial(f"{queries} outputs, {rows} rows", arguments, LIMITS[sizes.dtype], (1, 11, 12))
 
 
 def _route(sizes: Sizes) -> Iterator[Trial]:
