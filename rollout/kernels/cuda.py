@@ -50,8 +50,14 @@ class Kernels:
     softcap_logits: Callable[..., torch.Tensor]
     decode: Callable[..., torch.Tensor]
     prefill: Callable[..., torch.Tensor]
+    skinny_inputs: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
+    skinny_linear: Callable[..., torch.Tensor]
+    skinny_logits: Callable[..., torch.Tensor]
     fell_back: tuple[str, ...] = ()
     """Names of the fields above that are fallbacks."""
+
+    few_rows: int = 0
+    """Up to so many rows a step's products are the three `skinny` kernels', beyond torch's and `project`'s."""
 
     @property
     def capturable(self) -> bool:
@@ -59,7 +65,7 @@ class Kernels:
         return not {"decode", "prefill"} & set(self.fell_back)
 
 
-_FALLBACKS: dict[str, Callable[..., Any]] = {
+_FALLBACKS: dict[str, Any] = {
     "tap_sources": fallback.tap_sources,
     "prepare": fallback.prepare,
     "conv_mix": fallback.conv_mix,
@@ -71,6 +77,9 @@ _FALLBACKS: dict[str, Callable[..., Any]] = {
     "softcap_logits": fallback.softcap_logits,
     "decode": fallback.decode_attention,
     "prefill": fallback.prefill_attention,
+    "skinny_inputs": fallback.attention_inputs,
+    "skinny_linear": fallback.linear,
+    "skinny_logits": fallback.few_logits,
 }
 _TRITON = {
     "tap_sources": ("triton_taps", "tap_sources"),
@@ -84,13 +93,22 @@ _TRITON = {
     "softcap_logits": ("triton_softcap", "softcap_logits"),
     "decode": ("triton_decode", "attention"),
     "prefill": ("triton_prefill", "attention"),
+    "skinny_inputs": ("triton_skinny", "attention_inputs"),
+    "skinny_linear": ("triton_skinny", "linear"),
+    "skinny_logits": ("triton_skinny", "softcap_logits"),
 }
+SKINNY_ROWS = 0
+"""Up to 16 (`triton_skinny.MOST_ROWS`); 0 leaves those kernels alone, and they are not tried either."""
+
 FALLBACKS = Kernels(**_FALLBACKS, fell_back=tuple(_FALLBACKS))
 """No Triton at all: any device, for tests and for `INKLING_RL_KERNELS=torch`."""
 
 # Orders of magnitude from bytes and launches, not measured: attention reads its keys once per query head, in float32;
 # the others make five to ten passes over memory instead of one.
 SLOWDOWNS = {name: 100 if name in ("decode", "prefill") else 10 for name in _FALLBACKS}
+# In the place of one of these, all are left alone, and a vendor's products run.
+_SKINNY = frozenset(("skinny_inputs", "skinny_linear", "skinny_logits"))
+SLOWDOWNS |= dict.fromkeys(_SKINNY, 2)
 
 
 def load(device: torch.device, sizes: Sizes, *, strict: bool) -> Kernels:
@@ -113,7 +131,10 @@ def _load(device: torch.device, sizes: Sizes, strict: bool) -> Kernels:
         logger.warning("%s=torch: all kernels run on torch, about 100 times slower", KERNELS_ENV)
         return FALLBACKS
     chosen, fell_back = dict(_FALLBACKS), []
+    few_rows = SKINNY_ROWS if sizes.dtype is torch.bfloat16 else 0
     for name, slowdown in SLOWDOWNS.items():
+        if name in _SKINNY and not few_rows:
+            continue
         kernel, reason = _try(name, device, sizes)
         if kernel is not None and reason is None:
             chosen[name] = kernel
@@ -130,7 +151,8 @@ def _load(device: torch.device, sizes: Sizes, strict: bool) -> Kernels:
             name, _name_of(device), reason, slowdown, without,
         )  # fmt: skip
         fell_back.append(name)
-    return replace(FALLBACKS, **chosen, fell_back=tuple(fell_back))
+    few_rows = 0 if _SKINNY & set(fell_back) else few_rows
+    return replace(FALLBACKS, **chosen, fell_back=tuple(fell_back), few_rows=few_rows)
 
 
 def _try(name: str, device: torch.device, sizes: Sizes) -> tuple[Callable[..., Any] | None, str | None]:

@@ -258,6 +258,40 @@ def softcap_logits(x_TH: torch.Tensor, weight_VH: torch.Tensor, cap: float, padd
     return F.pad(capped_TV, (0, padded_size - capped_TV.shape[1]), value=-math.inf)
 
 
+def linear(x_TC: torch.Tensor, weight_OC: torch.Tensor, tile: Any = None, early: bool = True) -> torch.Tensor:
+    """`triton_skinny.linear`."""
+    return (x_TC.float() @ weight_OC.float().t()).to(x_TC.dtype)
+
+
+def few_logits(
+    x_TH: torch.Tensor,
+    weight_VH: torch.Tensor,
+    cap: float,
+    padded_size: int,
+    tile: Any = None,
+    early: bool = True,
+) -> torch.Tensor:
+    """`triton_skinny.softcap_logits`."""
+    return softcap_logits(x_TH, weight_VH, cap, padded_size)
+
+
+def attention_inputs(
+    x_QTH: torch.Tensor,
+    weight_OH: torch.Tensor,
+    keys_values: torch.Tensor | None,
+    sinks_NH: torch.Tensor,
+    taps: torch.Tensor | None,
+    tile: Any = None,
+    early: bool = True,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+    """`triton_skinny.attention_inputs`."""
+    columns, sink_TN = [linear(x_QTH[0], weight_OH)], project(x_QTH[:1], sinks_NH[None])[0]
+    if keys_values is None or taps is None:
+        return columns[0], sink_TN, None
+    columns += [linear(*pair) for pair in zip(x_QTH[1:], keys_values, strict=True)]
+    return torch.cat(columns, dim=1), sink_TN, project(x_QTH[1:], taps)
+
+
 def decode_attention(
     q_TC: torch.Tensor,
     r_TC: torch.Tensor,

@@ -25,6 +25,8 @@ ATTENTION_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 # (tokens already there, tokens of this step): new, decoding, second token, across a page, as padding of a graph.
 STEP = ((0, 3), (70, 1), (1, 1), (6, 4), (0, 0))
+# Of the products of few rows: up to 8 and up to 16, two kernels.
+FEW_ROWS = (3, 13)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -208,6 +210,36 @@ def _softcap_logits(sizes: Sizes) -> Iterator[Trial]:
     yield Trial("9 tokens", (x, weight, 30.0, 2600), LIMITS[sizes.dtype])
 
 
+def _skinny_inputs(sizes: Sizes) -> Iterator[Trial]:
+    """Numbers of outputs are no constants of the kernel."""
+    for kind in sizes.attention:
+        for rows in FEW_ROWS:
+            draw, full = _Draw(), kind.window is None
+            x = draw(3 if full else 1, rows, sizes.hidden, dtype=torch.bfloat16)
+            weights = (
+                draw(300, sizes.hidden, dtype=torch.bfloat16),
+                draw(2, 100, sizes.hidden, dtype=torch.bfloat16) if full else None,
+                draw(kind.num_heads, sizes.hidden),
+                draw(2, 4 * kind.num_kv_heads, sizes.hidden) if full else None,
+            )
+            yield Trial(f"{_kind(kind)}, {rows} tokens", (x, *weights), LIMITS[torch.bfloat16])
+
+
+def _skinny_linear(sizes: Sizes) -> Iterator[Trial]:
+    draw = _Draw()
+    for width in sorted({kind.num_heads * kind.head_dim for kind in sizes.attention}):
+        for rows in FEW_ROWS:
+            arguments = (draw(rows, width, dtype=torch.bfloat16), draw(300, width, dtype=torch.bfloat16))
+            yield Trial(f"{width} columns, {rows} tokens", arguments, LIMITS[torch.bfloat16])
+
+
+def _skinny_logits(sizes: Sizes) -> Iterator[Trial]:
+    draw = _Draw()
+    for rows in FEW_ROWS:
+        x, weight = (draw(count, sizes.hidden, dtype=torch.bfloat16) for count in (rows, 300))
+        yield Trial(f"{rows} tokens", (x, weight, 30.0, 400), LIMITS[torch.bfloat16])
+
+
 def _decode(sizes: Sizes) -> Iterator[Trial]:
     for kind in sizes.attention:
         for most in sizes.max_queries:
@@ -281,4 +313,7 @@ TRIALS: dict[str, Callable[[Sizes], Iterator[Trial]]] = {
     "softcap_logits": _softcap_logits,
     "decode": _decode,
     "prefill": _prefill,
+    "skinny_inputs": _skinny_inputs,
+    "skinny_linear": _skinny_linear,
+    "skinny_logits": _skinny_logits,
 }

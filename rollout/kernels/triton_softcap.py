@@ -30,6 +30,15 @@ def _softcap_kernel(logits, out, size, padded_size, cap, per_cap, BLOCK: tl.cons
     row = tl.program_id(1).to(tl.int64)
     columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     value = tl.load(logits + row * size + columns, mask=columns < size, other=0.0)
+    capped = softcapped(value, cap, per_cap)
+    tl.store(
+        out + row * padded_size + columns, tl.where(columns < size, capped, float("-inf")), mask=columns < padded_size
+    )
+
+
+@triton.jit
+def softcapped(value, cap, per_cap):
+    """`cap tanh(value / cap)`."""
     # tanh by an exponential loses small values to cancellation; near 0 its series is exact in float32.
     ratio = value * per_cap
     decay = tl.exp(-2.0 * tl.abs(ratio))
@@ -37,7 +46,4 @@ def _softcap_kernel(logits, out, size, padded_size, cap, per_cap, BLOCK: tl.cons
     square = ratio * ratio
     small = tl.abs(ratio) * (1.0 - square * (1.0 / 3.0 - square * (2.0 / 15.0 - square * (17.0 / 315.0))))
     tanh = tl.where(tl.abs(ratio) < 0.15, small, tanh)
-    capped = cap * tl.where(ratio < 0, -tanh, tanh)
-    tl.store(
-        out + row * padded_size + columns, tl.where(columns < size, capped, float("-inf")), mask=columns < padded_size
-    )
+    return cap * tl.where(ratio < 0, -tanh, tanh)

@@ -1,10 +1,10 @@
 """The decoder on CUDA: the parameters of `rollout.plugin.model`'s modules in as few passes over memory as can be.
 
-Every sublayer is the same chain: projections (one product for those of one input), preparation of queries, keys, values
-and relative mixtures with the short convolutions and the pages, attention, output projection; then one pass for
-convolution, residual, mixture of blocks and norm, whose output is the next sublayer's input. Values between kernels
-have the model's dtype, as in transformers; sums within them are float32. The modules' own `forward` is the CPU's path
-and what this is tested against.
+Every sublayer is the same chain: projections (one product for those of one input; all in one launch where rows are
+few), preparation of queries, keys, values and relative mixtures with the short convolutions and the pages, attention,
+output projection; then one pass for convolution, residual, mixture of blocks and norm, whose output is the next
+sublayer's input. Values between kernels have the model's dtype, as in transformers; sums within them are float32. The
+modules' own `forward` is the CPU's path and what this is tested against.
 
 Nothing here waits for the device, and which kernels run depends only on what the step's metadata says on the host, so a
 step of few rows per request can be captured in a CUDA graph.
@@ -108,11 +108,9 @@ def attend(
     """Output of an attention sublayer [T, H] before its short convolution."""
     assert module.shared is not None
     kind, bias = module.kind, module.relative_position_bias
-    q_TC, r_TC, gate_TC, k_TC, v_TC = projected(module, inputs_QTH)
-    sink_TN = kernels.project(inputs_QTH[:1], module.sink_proj.weight[None])[0]
+    (q_TC, r_TC, gate_TC, k_TC, v_TC), sink_TN, dynamic = projected(module, kernels, inputs_QTH)
     k_dynamic = v_dynamic = None
-    if module.shared.taps is not None:
-        dynamic = kernels.project(inputs_QTH[1:], module.shared.taps)
+    if dynamic is not None:
         k_dynamic, v_dynamic = dynamic.unflatten(-1, (kind.num_kv_heads, -1))
     q_TND = torch.empty(*q_TC.shape[:1], kind.num_heads, kind.head_dim, dtype=q_TC.dtype, device=q_TC.device)
     r_TNM = torch.empty(*q_TC.shape[:1], *bias.norm.scale.shape, dtype=torch.float32, device=q_TC.device)
@@ -124,7 +122,16 @@ def attend(
     )  # fmt: skip
     rows = (q_TND.flatten(1), r_TNM.flatten(1), sink_TN, gate_TC)
     attended_TC = over_pages(module, kernels, rows, kv_BKNC, metadata)
-    return module.o_proj.linear(attended_TC)
+    linear = module.o_proj.linear
+    if attended_TC.shape[0] <= kernels.few_rows and type(linear) is Projection:
+        return kernels.skinny_linear(attended_TC, linear.weight)
+    return linear(attended_TC)
+
+
+def logits(kernels: Kernels, x_TH: torch.Tensor, weight_VH: torch.Tensor, cap: float, padded_size: int) -> torch.Tensor:
+    """Softcapped float32 logits [T, padded_size]; the columns of padding tokens are -inf."""
+    few = x_TH.shape[0] <= kernels.few_rows
+    return (kernels.skinny_logits if few else kernels.softcap_logits)(x_TH, weight_VH, cap, padded_size)
 
 
 def taps(conv: ShortConvolution | DynamicShortConvolution) -> torch.Tensor:
@@ -132,20 +139,30 @@ def taps(conv: ShortConvolution | DynamicShortConvolution) -> torch.Tensor:
     return conv.static_weight if isinstance(conv, DynamicShortConvolution) else conv.conv1d.weight
 
 
-def projected(module: Attention, inputs_QTH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """q, r, gate, k and v, [T, C] each; columns of wider tensors."""
-    modules, shared = module.projections(), module.shared
+def projected(
+    module: Attention, kernels: Kernels, inputs_QTH: torch.Tensor
+) -> tuple[tuple[torch.Tensor, ...], torch.Tensor, torch.Tensor | None]:
+    """q, r, gate, k and v, [T, C] each, columns of wider tensors; sinks [T, N]; dynamic taps of k and v [2, T, K L]."""
+    modules, shared, sinks_NH = module.projections(), module.shared, module.sink_proj.weight
     assert shared is not None
+    adapted = not all(type(linear) is Projection for linear in modules)
+    sizes = [linear.output_size for linear in modules]
+    if inputs_QTH.shape[1] <= kernels.few_rows and not adapted:
+        weights = (shared.inputs, shared.keys_values, sinks_NH, shared.taps)
+        whole_TC, sink_TN, dynamic = kernels.skinny_inputs(inputs_QTH, *weights)
+        return whole_TC.split(sizes, dim=-1), sink_TN, dynamic
+    sink_TN = kernels.project(inputs_QTH[:1], sinks_NH[None])[0]
+    dynamic = None if shared.taps is None else kernels.project(inputs_QTH[1:], shared.taps)
     x_TH, k_input_TH, v_input_TH = inputs_QTH if inputs_QTH.shape[0] == 3 else (inputs_QTH[0],) * 3
-    if not all(type(linear) is Projection for linear in modules):
-        # Adapters: each wrapper adds its own product.
+    if adapted:
+        # Each wrapper adds its own product.
         inputs = (x_TH, x_TH, x_TH, k_input_TH, v_input_TH)
-        return tuple(linear(x) for linear, x in zip(modules, inputs, strict=True))
-    whole = F.linear(x_TH, shared.inputs)
+        return tuple(linear(x) for linear, x in zip(modules, inputs, strict=True)), sink_TN, dynamic
+    whole_TC = F.linear(x_TH, shared.inputs)
     if shared.keys_values is None:
-        return whole.split([linear.output_size for linear in modules], dim=-1)
+        return whole_TC.split(sizes, dim=-1), sink_TN, dynamic
     keys_values = torch.bmm(inputs_QTH[1:], shared.keys_values.transpose(1, 2))
-    return (*whole.split([linear.output_size for linear in modules[:3]], dim=-1), *keys_values)
+    return (*whole_TC.split(sizes[:3], dim=-1), *keys_values), sink_TN, dynamic
 
 
 def over_pages(

@@ -196,8 +196,8 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Softcapped float32 logits [T, vocab_size]; the columns of padding tokens are -inf."""
         shape, kernels = self.shape, self.model.kernels
-        softcap_logits = ops.softcap_logits if kernels is None else kernels.softcap_logits
-        return softcap_logits(hidden_states, self.lm_head.weight, shape.logit_cap, shape.vocab_size)
+        arguments = (hidden_states, self.lm_head.weight, shape.logit_cap, shape.vocab_size)
+        return ops.softcap_logits(*arguments) if kernels is None else fused.logits(kernels, *arguments)
 
     def load_weights(self, weights: Iterable[tuple[str, torch.Tensor]]) -> set[str]:
         """Load release or transformers names; see `rollout.plugin.loader`."""

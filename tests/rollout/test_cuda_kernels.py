@@ -24,6 +24,7 @@ from rollout.kernels.trials import TRIALS, AttentionSizes, Sizes, worst_error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
+SKINNY = ("skinny_inputs", "skinny_linear", "skinny_logits")
 SIZES = Sizes(
     dtype=torch.float32, state_dtype=torch.float32, hidden=64, experts=16, top_k=4, expert_width=32, d_rel=16,
     conv_page=4, gate_cap=4.0, up_cap=25.0, attention=tuple(
@@ -34,7 +35,8 @@ SIZES = Sizes(
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_remembered() -> None:
+def all_are_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "SKINNY_ROWS", 16)
     cuda._load.cache_clear()
 
 
@@ -49,8 +51,11 @@ def test_triton_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     assert kernel is not None and reason is not None and "computes something else" in reason
     products_of_bfloat16.__wrapped__(monkeypatch)
     kernels = cuda.load(CPU, SIZES, strict=True)
-    assert kernels.fell_back == () and kernels.capturable
+    assert kernels.fell_back == () and kernels.capturable and kernels.few_rows == 0
     assert kernels.decode is triton_decode.attention
+    for name in SKINNY:
+        kernel, reason = cuda._try(name, CPU, SIZES)
+        assert kernel is not None and reason is None
 
 
 @pytest.mark.skipif(INTERPRETED, reason="starts the process that it is")
@@ -67,10 +72,10 @@ def test_triton_kernels_pass_on_the_interpreter() -> None:
 def test_on_a_machine_without_a_gpu_every_kernel_falls_back(caplog: pytest.LogCaptureFixture) -> None:
     """Real Triton, no driver."""
     with caplog.at_level(logging.WARNING):
-        kernels = cuda.load(CPU, SIZES, strict=False)
+        kernels = cuda.load(CPU, replace(SIZES, dtype=torch.bfloat16), strict=False)
     # `project` takes torch by itself for what is on the host.
     assert set(kernels.fell_back) == set(TRIALS) - {"project"} and not kernels.capturable
-    assert kernels.softcap_logits is fallback.softcap_logits
+    assert kernels.softcap_logits is fallback.softcap_logits and kernels.few_rows == 0
     assert len(caplog.records) == len(TRIALS) - 1
     assert "the kernel prefill does not run on cpu (" in caplog.text
     with pytest.raises(
@@ -115,6 +120,11 @@ def test_a_kernel_that_computes_something_else_is_found(
     with caplog.at_level(logging.WARNING):
         kernels = cuda.load(CPU, sizes, strict=False)
         assert cuda.load(CPU, sizes, strict=False) is kernels
+    if name in SKINNY and dtype is torch.float32:
+        # Nothing that is used there.
+        assert kernels.fell_back == () and kernels.few_rows == 0 and not caplog.records
+        return
+    assert kernels.few_rows == (16 if dtype is torch.bfloat16 and name not in SKINNY else 0)
     assert kernels.fell_back == (name,) and getattr(kernels, name) is cuda._FALLBACKS[name]
     assert kernels.capturable == (name not in ("decode", "prefill"))
     [record] = caplog.records
@@ -134,6 +144,13 @@ def test_a_kernel_that_is_not_launched_falls_back_or_stops_the_start(
     message = r"the kernel conv_mix must run on cpu .*out of resource.* Set rollout\.strict_kernels: false .* 10 times"
     with pytest.raises(KernelError, match=message):
         cuda.load(CPU, SIZES, strict=True)
+
+
+def test_the_kernels_for_few_rows_are_off_where_no_row_is_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "SKINNY_ROWS", 0)
+    with_kernel(monkeypatch, "skinny_linear", no_room)
+    kernels = cuda.load(CPU, replace(SIZES, dtype=torch.bfloat16), strict=True)
+    assert kernels.few_rows == 0 and kernels.fell_back == ()
 
 
 def test_sound_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

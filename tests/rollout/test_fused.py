@@ -20,22 +20,25 @@ from rollout.kernels.layout import consecutive
 from rollout.kernels.paged import PagedBatch
 from rollout.plugin import fused
 from rollout.plugin.attention import SharedWeights
-from rollout.plugin.model import DecoderLayer, TextModel
+from rollout.plugin.model import DecoderLayer, Inkling2ForCausalLM, TextModel
 from rollout.plugin.paging import PagedMetadata, PagedMetadataBuilder, divide
 from tests.rollout.engines import differences, engine, generate, random_prompts
 
 TOLERANCE = 1e-4
 RANK = 8
+COUNTED = (
+    "decode", "prefill", "prepare", "project", "softcap_logits", "skinny_inputs", "skinny_linear", "skinny_logits",
+)  # fmt: skip
 
 
 class Calls:
     """The fallbacks, counting attention's calls and the kinds of steps that they made up."""
 
-    def __init__(self) -> None:
+    def __init__(self, few_rows: int = 0) -> None:
         self.counter: Counter[str] = Counter()
         self.max_queries: set[int] = set()
-        counted = {name: self._counted(name, getattr(FALLBACKS, name)) for name in ("decode", "prefill", "prepare")}
-        self.kernels: Kernels = replace(FALLBACKS, **counted)
+        counted = {name: self._counted(name, getattr(FALLBACKS, name)) for name in COUNTED}
+        self.kernels: Kernels = replace(FALLBACKS, **counted, few_rows=few_rows)
 
     def _counted(self, name: str, kernel: Any) -> Any:
         def call(*arguments: Any, **options: Any) -> Any:
@@ -65,9 +68,9 @@ def share(model: TextModel) -> None:
 
 
 @pytest.fixture
-def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
-    """The engines of this test run the GPU's decoder."""
-    calls, ordinary = Calls(), TextModel.forward
+def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Calls:
+    """The engines of this test run the GPU's decoder; the parameter: up to how many rows with the kernels for few."""
+    calls, ordinary = Calls(getattr(request, "param", 0)), TextModel.forward
 
     def forward(self: TextModel, hidden_TH: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
         metadata = get_forward_context().attn_metadata
@@ -84,7 +87,13 @@ def calls(monkeypatch: pytest.MonkeyPatch) -> Calls:
         batch = PagedBatch(common.query_start_loc, common.seq_lens, common.block_table_tensor, common.slot_mapping)
         return divide(batch, common.query_start_loc_cpu, common.max_query_len)
 
+    def compute_logits(self: Inkling2ForCausalLM, hidden_TH: torch.Tensor) -> torch.Tensor:
+        return fused.logits(
+            calls.kernels, hidden_TH, self.lm_head.weight, self.shape.logit_cap, self.shape.vocab_size
+        )  # fmt: skip
+
     monkeypatch.setattr(TextModel, "forward", forward)
+    monkeypatch.setattr(Inkling2ForCausalLM, "compute_logits", compute_logits)
     monkeypatch.setattr(PagedMetadataBuilder, "build", build)
     return calls
 
@@ -119,6 +128,24 @@ def test_chunks_beside_decoding_requests(tiny_checkpoint: Path, tiny_oracle: Any
     assert max(differences(tiny_oracle, prompts, outputs)) < TOLERANCE
 
 
+@pytest.mark.parametrize("calls", [16], indirect=True)
+def test_few_rows(tiny_checkpoint: Path, tiny_oracle: Any, calls: Calls) -> None:
+    """Steps of up to 16 rows take three products and nothing else, longer ones none of them."""
+    prompts = random_prompts((3, 1, 9, 40, 8, 17), seed=5)
+    with engine(tiny_checkpoint, max_num_batched_tokens=24, max_num_seqs=6) as llm:
+        outputs = generate(llm, prompts, max_tokens=12, prompt_logprobs=5)
+        assert max(differences(tiny_oracle, prompts, outputs)) < TOLERANCE
+        count = calls.counter
+        assert 0 < count["skinny_inputs"] == count["skinny_linear"] < count["prepare"]
+        assert count["project"] > 0 and count["skinny_logits"] > 0 and count["softcap_logits"] > 0
+        count.clear()
+        prompts = random_prompts((4, 5), seed=6)
+        assert max(differences(tiny_oracle, prompts, generate(llm, prompts, max_tokens=5))) < TOLERANCE
+    assert count["skinny_inputs"] == count["skinny_linear"] == count["prepare"] > 0 < count["skinny_logits"]
+    assert count["project"] == count["softcap_logits"] == 0
+
+
+@pytest.mark.parametrize("calls", [0, 16], indirect=True)
 def test_adapters(tiny_checkpoint: Path, tiny_oracle: Any, calls: Calls, tmp_path: Path) -> None:
     from tests.rollout.test_engine_lora import make_adapter, request
 
