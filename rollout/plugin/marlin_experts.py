@@ -32,6 +32,9 @@ from rollout.kernels.triton_moe_sum import weighted_sum
 from rollout.plugin.shape import ModelShape
 
 BLOCK_SIZES = (8, 16, 32, 48, 64)
+# Pairs per expert from which on `rollout.kernels.grouped_product` multiplies, on Hopper; None: never. With fewer, its
+# smallest block is mostly padding.
+MIN_PAIRS: int | None = None
 WEIGHT_TYPES: dict[ExpertFormat, Any] = {"nvfp4": scalar_types.float4_e2m1f, "mxfp8": scalar_types.float8_e4m3fn}
 
 
@@ -113,9 +116,11 @@ class MarlinExperts(nn.Module):
             return torch.empty_like(x_TH)
         num_experts, top_k = self.w13_weight.shape[0], experts_TK.shape[1]
         constants = standing(x_TH.device, top_k)
-        size = block_size(experts_TK.numel(), num_experts)
-        blocks = blocks_of(experts_TK, num_experts, size, constants, self.align)
         pairs, padded = num_rows * top_k, self.w2_weight.shape[1] * 16
+        if MIN_PAIRS is not None and pairs >= MIN_PAIRS * num_experts and self._takes_many(x_TH, top_k):
+            return self._many(x_TH, weights_TK, experts_TK, constants)
+        size = block_size(pairs, num_experts)
+        blocks = blocks_of(experts_TK, num_experts, size, constants, self.align)
         new = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device=x_TH.device)
         # The first product is dead before the second is written, so the allocator uses its memory again.
         gate_up_NC = self._product(x_TH.to(torch.bfloat16), new(pairs, 2 * padded), "w13_weight", top_k, size,
@@ -125,6 +130,39 @@ class MarlinExperts(nn.Module):
         down_NH = self._product(hidden_NI, new(pairs, hidden), "w2_weight", 1, size, blocks, weights_TK,
                                 constants.locks)  # fmt: skip
         return self.weighted_sum(down_NH.view(num_rows, top_k, hidden), weights_TK, torch.empty_like(x_TH))
+
+    def _takes_many(self, x_TH: torch.Tensor, top_k: int) -> bool:
+        if torch.cuda.get_device_capability(x_TH.device) != (9, 0) or torch.cuda.is_current_stream_capturing():
+            return False
+        from rollout.kernels.grouped_product import fits, runs_on
+
+        (rows, hidden), padded = x_TH.shape, self.w2_weight.shape[1] * 16
+        return fits(rows, hidden, padded, top_k) and runs_on(x_TH.device, self.expert_format)
+
+    def _many(
+        self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor, constants: Standing
+    ) -> torch.Tensor:
+        """`forward` for many tokens: the same but for who multiplies, in blocks of more rows."""
+        from rollout.kernels.grouped_product import grouped_product, tile_for
+
+        (num_rows, hidden), top_k = x_TH.shape, experts_TK.shape[1]
+        num_experts, pairs, padded = self.w13_weight.shape[0], num_rows * top_k, self.w2_weight.shape[1] * 16
+        tile = tile_for(pairs, num_experts)
+        blocks = blocks_of(experts_TK, num_experts, tile.tokens, constants, self.align)
+        new = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device=x_TH.device)
+        x_TH, dtype = x_TH.to(torch.bfloat16).contiguous(), x_TH.dtype
+        gate_up_NC = grouped_product(x_TH, *self._matrix("w13_weight"), new(pairs, 2 * padded), blocks, tile, top_k,
+                                     self.expert_format)  # fmt: skip
+        hidden_NI = self.activation(gate_up_NC, *self.caps, new(pairs, padded))
+        del gate_up_NC
+        down_NH = grouped_product(hidden_NI, *self._matrix("w2_weight"), new(pairs, hidden), blocks, tile, 1,
+                                  self.expert_format)  # fmt: skip
+        out_TH = torch.empty(num_rows, hidden, dtype=dtype, device=x_TH.device)
+        return self.weighted_sum(down_NH.view(num_rows, top_k, hidden), weights_TK, out_TH)
+
+    def _matrix(self, matrix: str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
+        scale_2 = getattr(self, f"{matrix}_scale_2", None)
+        return getattr(self, matrix), getattr(self, f"{matrix}_scale"), scale_2
 
     def _product(
         self, x: torch.Tensor, out: torch.Tensor, matrix: str, top_k: int, size: int, blocks: Blocks,
