@@ -7,7 +7,6 @@ rest. Nothing here waits for the device.
 from __future__ import annotations
 
 import logging
-from functools import cache
 from typing import Any, NamedTuple
 
 import torch
@@ -50,12 +49,23 @@ def tile_for(pairs: int, num_experts: int) -> Tile:
     return min(TILES, key=lambda tile: (-(-each // tile.tokens) * (tile.tokens + BLOCK_COST), -tile.tokens))
 
 
-@cache
+_RUNS: dict[tuple[torch.device, ExpertFormat], bool] = {}
+
+
 def runs_on(device: torch.device, expert_format: ExpertFormat) -> bool:
     """Whether the kernel is for this device and gives the right values there: tried once, with a warning if not.
 
-    Waits for the device, so the first call must not be within the capture of a graph.
+    The trial waits for the device. While a graph is captured it is put off, and the answer is no.
     """
+    key = device, expert_format
+    if key not in _RUNS:
+        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
+            return False
+        _RUNS[key] = _passes(device, expert_format)
+    return _RUNS[key]
+
+
+def _passes(device: torch.device, expert_format: ExpertFormat) -> bool:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
         return False
     try:

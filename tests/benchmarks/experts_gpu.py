@@ -1,6 +1,7 @@
 """Speed of the routed experts on a GPU: the whole sublayer, its parts, vLLM's own way, and other shapes of its kernels.
 
     python -m tests.benchmarks.experts_gpu [--formats nvfp4,mxfp8] [--rows 1,8,32,8192] [--sweep]
+    python -m tests.benchmarks.experts_gpu --wgmma [--tiles 4,1]      products of 8192 rows, against Marlin's
 
 One layer of Inkling 2 Small (384 experts of 2304, hidden 4608) with dummy weights. A time is the median over replays of
 a CUDA graph, per call; inputs take turns in it, so that experts come from memory and not from the L2 cache. The bound
@@ -19,6 +20,9 @@ from vllm.model_executor.layers.fused_moe.activation import ApplyMoEActivationCo
 from vllm.model_executor.layers.fused_moe.experts.marlin_moe import fused_marlin_moe
 
 from inkling_rl.formats import ExpertFormat
+from rollout.kernels.grouped_product import TILES as WGMMA_TILES
+from rollout.kernels.grouped_product import Tile as WgmmaTile
+from rollout.kernels.grouped_product import grouped_product, tile_for
 from rollout.kernels.triton_moe_sum import weighted_sum
 from rollout.kernels.triton_router import route
 from rollout.plugin import marlin_experts
@@ -161,15 +165,55 @@ def sweep_tiles(steps: Sequence[Step], parts: dict[str, float], calls: int, name
         print(f"{name} {part}: {parts[part]:.1f} as chosen; {best}", flush=True)
 
 
+def measure_wgmma(moe: SparseMoe, rows: int, tiles: Sequence[WgmmaTile]) -> None:
+    """Each product by Marlin and by `grouped_product`, on the same input; rates count no padding."""
+    step, experts = Step(moe, rows, 0), moe.experts
+    assert isinstance(experts, MarlinExperts)
+    operations = {"first": step.pairs * 4 * SIZE[2] * SIZE[3], "second": step.pairs * 2 * SIZE[2] * SIZE[3]}
+    cases = {
+        "first": ("w13_weight", step.x, step.gate_up, step.top_k), "second": ("w2_weight", step.hidden, step.down, 1),
+    }  # fmt: skip
+    show = lambda label, part, time, rest="": print(
+        f"{experts.expert_format:5} {rows} rows {part:6} {label}: {time:8.1f} us, {operations[part] / time / 1e6:4.0f} "
+        f"TFLOP/s{rest}",
+        flush=True,
+    )
+    for part, (matrix, x, wanted, top_k) in cases.items():
+        show("Marlin      ", part, microseconds([getattr(step, part)], 2, 3))
+        for tile in tiles:
+            blocks = blocks_of(step.chosen, SIZE[0], tile.tokens, step.constants, experts.align)
+            out = torch.empty_like(wanted)
+            run = partial(grouped_product, x, *experts._matrix(matrix), out, blocks, tile, top_k, experts.expert_format)
+            time = microseconds([run], 3, 5)
+            padding = int(blocks.num_rows) / step.pairs - 1
+            show(f"wgmma {tile.tokens:3}   ", part, time,
+                 f", padding {padding:.0%}, differ {relative_error(out, wanted):.0e}")  # fmt: skip
+    times = []
+    for least in (None, 1):
+        marlin_experts.MIN_PAIRS = least
+        times.append(microseconds([partial(moe, step.x)], 2, 3))
+    print(
+        f"{experts.expert_format:5} {rows} rows sublayer: Marlin {times[0]:.1f} us, wgmma {times[1]:.1f} us", flush=True
+    )
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--formats", default="nvfp4,mxfp8")
     parser.add_argument("--rows", default="1,8,32,8192")
     parser.add_argument("--sweep", action="store_true", help="also other tiles of Marlin's kernels")
+    parser.add_argument("--wgmma", action="store_true", help="the products of 8192 rows alone")
+    parser.add_argument("--tiles", help="numbers of grouped_product's tiles, else the one that it chooses")
     arguments = parser.parse_args()
     formats: list[ExpertFormat] = arguments.formats.split(",")
     for expert_format in formats:
         moe = dummy_moe(expert_format, SIZE, torch.bfloat16)
+        if arguments.wgmma:
+            numbers = arguments.tiles.split(",") if arguments.tiles else ()
+            measure_wgmma(moe, 8192, [WGMMA_TILES[int(n)] for n in numbers] or [tile_for(8192 * SIZE[1], SIZE[0])])
+            del moe
+            torch.cuda.empty_cache()
+            continue
         for rows in map(int, arguments.rows.split(",")):
             measure(moe, rows, arguments.sweep)
         del moe
