@@ -98,7 +98,7 @@ _TRITON = {
     "skinny_logits": ("triton_skinny", "softcap_logits"),
 }
 SKINNY_ROWS = 0
-"""Up to 16 (`triton_skinny.MOST_ROWS`); 0 leaves those kernels alone, and they are not tried either."""
+"""Up to 32 (`triton_skinny.MOST_ROWS`); 0 leaves those kernels alone, and they are not tried either."""
 
 FALLBACKS = Kernels(**_FALLBACKS, fell_back=tuple(_FALLBACKS))
 """No Triton at all: any device, for tests and for `INKLING_RL_KERNELS=torch`."""

@@ -25,8 +25,8 @@ ATTENTION_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 # (tokens already there, tokens of this step): new, decoding, second token, across a page, as padding of a graph.
 STEP = ((0, 3), (70, 1), (1, 1), (6, 4), (0, 0))
-# Of the products of few rows: up to 8 and up to 16, two kernels.
-FEW_ROWS = (3, 13)
+# Of the products of few rows: up to 8, up to 16 and up to 32 are three kernels.
+FEW_ROWS = (3, 13, 21)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -1,11 +1,11 @@
 """Products of a few rows with wide weights on CUDA, `y = x W^T`: a decode step's projections and its logits, one launch
 each.
 
-At one to sixteen rows a product is the time that its weights take to come in. So weights are the rows of the matrix
-instruction and the step's rows its columns, padded to 8 or 16; all programs are resident at once (but for the logits),
-each with several stages of loads in flight, so that every one of them gets an equal share of the bandwidth and they end
-together. A program sums whole rows of a weight: no partial sums in memory, no atomics, and a row's bits depend on
-nothing else in the batch, except that up to 8 and up to 16 rows are two kernels.
+At one to 32 rows a product is the time that its weights take to come in. So weights are the rows of the matrix
+instruction and the step's rows its columns, padded to 8, 16 or 32; all programs are resident at once (but for the
+logits), each with several stages of loads in flight, so that every one of them gets an equal share of the bandwidth and
+they end together. A program sums whole rows of a weight: no partial sums in memory, no atomics, and a row's bits depend
+on nothing else in the batch, except that up to 8, up to 16 and up to 32 rows are kernels of their own.
 
 The attention's launch has segments: what belongs to the first input, keys and values of the second and third, and the
 small float32 weights of sinks and dynamic taps. Those keep float32 precision by three bfloat16 products, as the
@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels.triton_router import _product
+from rollout.kernels.triton_router import _thirds
 from rollout.kernels.triton_softcap import softcapped
 
 
@@ -43,11 +43,13 @@ class Tile(NamedTuple):
 # of Inkling 2 Small's attention need 243 of the first. Its output has too few rows to reach all multiprocessors with
 # that one, and takes 144 of the second.
 WIDE, NARROW = Tile(64, 128, 5, 4), Tile(32, 256, 5, 4)
+STAGES_OF_MANY = 4
+"""Of more than 16 rows: their stages are larger."""
 
-SMALL = (16, 128)
-"""Rows and columns per step of a float32 segment: half the bytes of a wide program, because they are few."""
+SMALL = (32, 128)
+"""Rows and columns per step of a program of a float32 weight."""
 
-MOST_ROWS = 16
+MOST_ROWS = 32
 PREFETCH = 1024
 """Bytes of each row of a weight that are fetched before the kernel before has ended."""
 
@@ -62,7 +64,7 @@ def linear(x_TC: torch.Tensor, weight_OC: torch.Tensor, tile: Tile | None = None
         early: start before the kernel before has ended.
     """
     out_TO = x_TC.new_empty(x_TC.shape[0], weight_OC.shape[0])
-    _launch(x_TC[None], weight_OC, out_TO, tile=tile or NARROW, early=early)
+    _launch(x_TC[None], weight_OC, out_TO, tile=tile or _for(x_TC, NARROW), early=early)
     return out_TO
 
 
@@ -73,7 +75,7 @@ def softcap_logits(
     """`triton_softcap.softcap_logits` of few rows, product and softcap in one launch."""
     x_TH = x_TH.to(weight_VH.dtype)
     out_TP = torch.empty(x_TH.shape[0], padded_size, dtype=torch.float32, device=x_TH.device)
-    _launch(x_TH[None], weight_VH, out_TP, cap=cap, tile=tile or WIDE, early=early)
+    _launch(x_TH[None], weight_VH, out_TP, cap=cap, tile=tile or _for(x_TH, WIDE), early=early)
     return out_TP
 
 
@@ -96,8 +98,14 @@ def attention_inputs(
     sink_TN = torch.empty(rows, sinks_NH.shape[0], dtype=torch.float32, device=x_QTH.device)
     taps_out = None if taps is None else torch.empty(2, rows, taps.shape[1], dtype=torch.float32, device=taps.device)
     small = (sinks_NH, taps, sink_TN, taps_out)
-    _launch(x_QTH, weight_OH, out_TC, keys_values=keys_values, small=small, tile=tile or WIDE, early=early)
+    _launch(
+        x_QTH, weight_OH, out_TC, keys_values=keys_values, small=small, tile=tile or _for(x_QTH[0], WIDE), early=early
+    )
     return out_TC, sink_TN, taps_out
+
+
+def _for(x_TC: torch.Tensor, tile: Tile) -> Tile:
+    return tile if x_TC.shape[0] <= 16 else tile._replace(stages=STAGES_OF_MANY)
 
 
 def _launch(
@@ -121,7 +129,7 @@ def _launch(
     with torch.cuda.device_of(x_QTH):
         _skinny_kernel[(programs,)](
             x_QTH, weight, keys_values, out, *small, *strides, rows, outputs, later, num_sinks, num_taps, out.shape[1],
-            cap, 1.0 / cap if cap else 0.0, HIDDEN=hidden, TOKENS=8 if rows <= 8 else 16, ROWS=tile.rows,
+            cap, 1.0 / cap if cap else 0.0, HIDDEN=hidden, TOKENS=max(8, triton.next_power_of_2(rows)), ROWS=tile.rows,
             COLUMNS=tile.columns, SMALL_ROWS=SMALL[0], SMALL_COLUMNS=SMALL[1], HAS_SMALL=small[0] is not None,
             FULL=keys_values is not None, CAPPED=bool(cap), EARLY=early, PIECES=max(1, 32 * tile.warps // tile.rows),
             PREFETCH=PREFETCH, num_warps=tile.warps, num_stages=tile.stages, **options,
@@ -176,7 +184,7 @@ def _skinny_kernel(
         if HAS_SMALL:
             _small(
                 x, program + first_small, sinks, taps, sinks_out, taps_out, stride_plane, stride_row, num_rows,
-                num_sinks, num_taps, token, HIDDEN, TOKENS, SMALL_ROWS, SMALL_COLUMNS, FULL, EARLY,
+                num_sinks, num_taps, HIDDEN, 16 if TOKENS < 16 else TOKENS, SMALL_ROWS, SMALL_COLUMNS, FULL, EARLY,
             )  # fmt: skip
 
 
@@ -211,27 +219,36 @@ def _load(rows_at, tokens_at, is_token, step, HIDDEN: tl.constexpr, COLUMNS: tl.
 
 @triton.jit
 def _small(
-    x, program, sinks, taps, sinks_out, taps_out, stride_plane, stride_row, num_rows, num_sinks, num_taps, token,
+    x, program, sinks, taps, sinks_out, taps_out, stride_plane, stride_row, num_rows, num_sinks, num_taps,
     HIDDEN: tl.constexpr, TOKENS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, FULL: tl.constexpr,
     EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Sinks and dynamic taps: float32 weights in float32 precision."""
+    """Sinks and dynamic taps: float32 weights in float32 precision.
+
+    Weights are the columns of the matrix instruction here: then every warp splits rows of its own into their thirds.
+    """
     plane, first, count, base = _place(program, sinks, taps, num_sinks, num_taps, HIDDEN, ROWS, FULL)
-    row = tl.arange(0, ROWS)
+    row, token = first + tl.arange(0, ROWS), tl.arange(0, TOKENS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    rows_at = base + tl.minimum(first + row, count - 1)[:, None] * HIDDEN
+    rows_at = base + tl.minimum(row, count - 1)[:, None] * HIDDEN
     tokens_at = x + plane * stride_plane + token[None, :] * stride_row
-    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    # 1, unknown to the compiler: it would turn a sum of products into one long chain of them, which the matrix unit
+    # truncates after every 16 columns.
+    one = (num_rows > 0).to(tl.float32)
+    total = tl.zeros([TOKENS, ROWS], tl.float32)
+    rest = tl.zeros([TOKENS, ROWS], tl.float32)
     for step in range(tl.cdiv(HIDDEN, COLUMNS)):
         value, given = _load(rows_at, tokens_at, token < num_rows, step, HIDDEN, COLUMNS)
-        total += _product(value, given)
+        high, middle, low = _thirds(tl.trans(value))
+        given = tl.trans(given)
+        total = tl.fma(tl.dot(given, high), one, total)
+        rest = tl.fma(tl.dot(given, middle), one, tl.fma(tl.dot(given, low), one, rest))
     place = sinks_out
     if FULL:
         place = tl.where(plane == 0, sinks_out, taps_out + tl.maximum(plane - 1, 0) * num_rows * num_taps)
-    row += first
-    place += token[None, :] * count + row[:, None]
-    tl.store(place, total, mask=(row < count)[:, None] & (token < num_rows)[None, :])
+    place += token[:, None] * count + row[None, :]
+    tl.store(place, total + rest, mask=(token < num_rows)[:, None] & (row < count)[None, :])
 
 
 @triton.jit

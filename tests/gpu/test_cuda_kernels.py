@@ -35,6 +35,12 @@ SIZES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def all_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cuda, "SKINNY_ROWS", 32)
+    cuda._load.cache_clear()
+
+
 @pytest.mark.parametrize("name", SIZES)
 def test_every_kernel_passes(name: str) -> None:
     started = time.perf_counter()
