@@ -15,6 +15,9 @@ Per tile of 128 rows and 64 keys: 1,152 cycles of the matrix unit; of each sched
 computing warps and 115 to 150 for the loading one; 544 cycles of exponentials; 36 KiB from L2, at 24 bytes per cycle
 1,540. The bias is that of `rollout.kernels.triton_bias`, with the ring of `rollout.kernels.gluon_ring`.
 
+With HELD, queries stay in registers: the matrix unit then reads only keys from shared memory, which has 1,500 cycles of
+other work per tile, 256 of them for queries.
+
 The maximum of the softmax follows only when it falls behind by more than 8 (a factor of 256, which float32 sums and
 bfloat16 weights bear without loss): accumulators are scaled by a warp only where one of its rows has moved. A row that
 has not moved is scaled by exactly 1, so that no row depends on its neighbours.
@@ -34,6 +37,20 @@ from triton.experimental.gluon.language.nvidia.hopper import (
     warpgroup_mma_wait,
 )
 
+from rollout.kernels.gluon_items import (
+    LOG2_E,
+    NARROW,
+    WIDE,
+    advanced,
+    clipped,
+    inside_of,
+    key_range,
+    load_profiles,
+    pages_of,
+    request_of,
+    score_units,
+    write_zeros,
+)
 from rollout.kernels.gluon_ring import (
     BY_SCORE,
     KEYS,
@@ -51,15 +68,12 @@ from rollout.kernels.gluon_ring import (
     write_ring,
 )
 
-LOG2_E = gl.constexpr(1.4426950408889634)
 SLACK = gl.constexpr(8.0)
 
 VALUES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, 128, 16]))
 WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, VALUES.value, 2))
 MIXTURE = gl.constexpr(gl.DotOperandLayout(0, SCORES.value, 2))
 BY_VALUE = gl.constexpr(gl.SliceLayout(1, VALUES.value))
-WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
-NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 PROFILES = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
 
@@ -80,7 +94,7 @@ def prefill_kernel(
     stride_q, stride_r, stride_sink, stride_gate, stride_out, stride_block, stride_head, stride_token, stride_table,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr,
     WINDOW: gl.constexpr, PAGE: gl.constexpr, LOG_SCALING: gl.constexpr, PADDING: gl.constexpr,
-    STAGES: gl.constexpr, LAZY: gl.constexpr, REGISTERS: gl.constexpr,
+    STAGES: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr,
 ):  # fmt: skip
     item = gl.num_programs(0) - 1 - gl.program_id(0)
     tile = item // (HEADS // 2)
@@ -94,7 +108,7 @@ def prefill_kernel(
         end = gl.load(query_start + request + 1)
     if row < end:
         if request == requests:  # rows of no request
-            _nothing(out + row.to(gl.int64) * stride_out + head * DIM, end - row, stride_out, DIM)
+            write_zeros(out + row.to(gl.int64) * stride_out + head * DIM, end - row, stride_out, DIM)
         else:
             length = gl.load(seq_lens + request)
             p0 = length - (end - start) + first
@@ -103,58 +117,23 @@ def prefill_kernel(
             v_s = gl.allocate_shared_memory(kv.dtype.element_ty, [STAGES, KEYS, DIM], TILE)
             t_s = gl.allocate_shared_memory(gl.float16, [STAGES + 2, KEYS, 2 * REL], PROFILES)
             ring = gl.inline_asm_elementwise(OPEN, "=r,r", [item], dtype=gl.int32, is_pure=False, pack=1)
-            bars = open_barriers(ring + RING_BYTES, STAGES)
+            bars = open_barriers(ring + RING_BYTES, STAGES, 1)
             keys = kv + (head // GROUP).to(gl.int64) * stride_head
-            tiles = _range(p0, gl.minimum(p0 + ROWS, length), EXTENT, WINDOW)
+            tiles = key_range(p0, gl.minimum(p0 + ROWS, length), EXTENT, WINDOW)
             rows = (row, end - row, p0)
             queries = (q, stride_q, q_scale, q_clip, r, stride_r, r_scale, r_clip, alpha, floor)
             results = (sink, stride_sink, gate, stride_gate, out, stride_out)
             gl.warp_specialize(
                 [
                     (_attend, (rows, queries, results, tiles, head, q_s.index(0), k_s, v_s, t_s, bars, ring,
-                               DIM, REL, EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY)),
+                               DIM, REL, EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY, HELD)),
                     (_attend, (rows, queries, results, tiles, head + 1, q_s.index(1), k_s, v_s, t_s, bars,
-                               ring + RING_BYTES // 2, DIM, REL, EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY)),
+                               ring + RING_BYTES // 2, DIM, REL, EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY, HELD)),
                     (_fetch, (keys, block_table + request * stride_table, table, p0, tiles, k_s, v_s, t_s, bars,
                               stride_block, stride_token, DIM, REL, EXTENT, PAGE, PADDING, STAGES)),
                 ],
                 [4, 4], [REGISTERS, 64],
             )  # fmt: skip
-
-
-@gluon.jit
-def request_of(query_start, requests, tile, POSITIONS: gl.constexpr):
-    """The same as `_request_of` of `rollout.kernels.triton_prefill`."""
-    low, high = requests * 0, requests
-    while low < high:
-        middle = (low + high + 1) // 2
-        begun = gl.load(query_start + middle) // POSITIONS + middle <= tile
-        low = gl.where(begun, middle, low)
-        high = gl.where(begun, high, middle - 1)
-    return low
-
-
-@gluon.jit
-def _nothing(place, live, stride, DIM: gl.constexpr):
-    i = gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))
-    column = gl.arange(0, 2 * DIM, layout=gl.SliceLayout(0, WIDE))
-    zeros = gl.full([ROWS, 2 * DIM], 0.0, place.dtype.element_ty, WIDE)
-    gl.store(place + i[:, None].to(gl.int64) * stride + column[None, :], zeros, mask=(i < live)[:, None])
-
-
-@gluon.jit
-def _range(p0, end, EXTENT: gl.constexpr, WINDOW: gl.constexpr):
-    """Keys from `visible` to `end - 1` are seen by some row; tiles begin at `far`, those with a bias at `near`."""
-    visible = gl.maximum(p0 - WINDOW + 1, 0) if WINDOW else p0 * 0
-    near = gl.maximum(gl.maximum(p0 - EXTENT + 1, 0), visible) // KEYS * KEYS
-    far = visible // KEYS * KEYS if WINDOW == 0 or WINDOW > EXTENT else near
-    return visible, far, near, end
-
-
-@gluon.jit
-def _next(slot, phase, STAGES: gl.constexpr):
-    last = slot == STAGES - 1
-    return gl.where(last, 0, slot + 1), gl.where(last, phase ^ 1, phase)
 
 
 @gluon.jit
@@ -167,84 +146,86 @@ def _fetch(
     k_bars, v_bars, t_bar = bars
     entry = table + (EXTENT + PADDING - p0) * (2 * REL)
     for back in gl.static_range(2):
-        _profiles(t_s.index(STAGES + back), entry, near - KEYS + KEYS * back, REL)
+        load_profiles(t_s.index(STAGES + back), entry, near - KEYS + KEYS * back, REL)
     loaded(t_bar)
     slot, phase = far * 0, far * 0 + 1
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
-    page = _pages_of(pages, far, visible, end, PAGE)
+    page = pages_of(pages, far, visible, end, PAGE)
     for first in range(far, end, KEYS):
-        token = page.to(gl.int64) * stride_block + (_inside(first, visible, end) & (PAGE - 1)) * stride_token
+        token = page.to(gl.int64) * stride_block + (inside_of(first, visible, end) & (PAGE - 1)) * stride_token
         source = keys + token[:, None] + channel[None, :]
-        page = _pages_of(pages, first + KEYS, visible, end, PAGE)
+        page = pages_of(pages, first + KEYS, visible, end, PAGE)
         wait(k_bars + 16 * slot + 8, phase)
         async_copy.async_copy_global_to_shared(k_s.index(slot), source)
         if first >= near:
-            _profiles(t_s.index(slot), entry, first + KEYS, REL)
+            load_profiles(t_s.index(slot), entry, first + KEYS, REL)
         loaded(k_bars + 16 * slot)
         wait(v_bars + 16 * slot + 8, phase)
         async_copy.async_copy_global_to_shared(v_s.index(slot), source + DIM)
         loaded(v_bars + 16 * slot)
-        slot, phase = _next(slot, phase, STAGES)
-
-
-@gluon.jit
-def _inside(first, visible, end):
-    n = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, WIDE))
-    return gl.minimum(gl.maximum(n, visible), end - 1)
-
-
-@gluon.jit
-def _pages_of(pages, first, visible, end, PAGE: gl.constexpr):
-    """Entries of the block table for a tile: one, or one for each position. Loaded a tile ahead."""
-    if PAGE >= KEYS:
-        return gl.load(pages + gl.minimum(first, end - 1) // PAGE)
-    else:
-        return gl.load(pages + _inside(first, visible, end).to(gl.uint32) // PAGE)
-
-
-@gluon.jit
-def _profiles(t_s, entry, first, REL: gl.constexpr):
-    column = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, NARROW))
-    part = gl.arange(0, 2 * REL, layout=gl.SliceLayout(0, NARROW))
-    async_copy.async_copy_global_to_shared(t_s, entry + column[:, None] * (2 * REL) + part[None, :])
+        slot, phase = advanced(slot, phase, STAGES)
 
 
 @gluon.jit
 def _attend(
     rows, queries, results, tiles, head, q_s, k_s, v_s, t_s, bars, ring, DIM: gl.constexpr, REL: gl.constexpr,
     EXTENT: gl.constexpr, WINDOW: gl.constexpr, LOG_SCALING: gl.constexpr, STAGES: gl.constexpr, LAZY: gl.constexpr,
+    HELD: gl.constexpr,
 ):  # fmt: skip
     """One head of all positions, by one warpgroup."""
     _, far, near, end = tiles
     k_bars, v_bars, t_bar = bars
     _, _, p0 = rows
     mixture = _queries(queries, rows, head, q_s, DIM, REL, LOG_SCALING)
-    i = position(gl.arange(0, ROWS, layout=BY_SCORE))
     write_at, read_at = ring_places(ring)
     wait(t_bar, 0)
+    first_biases(mixture, t_s, write_at, near, STAGES)
+    places = (far * 0, far * 0, far * 0, far * 0)
+    if HELD:
+        left = q_s.load(MIXTURE)
+    else:
+        left = q_s
+    operands = (left, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at)
+    state = over_all_tiles(places, operands, p0, far, near, end, DIM, EXTENT, WINDOW, STAGES, LAZY)
+    _finish(state, results, rows, head, v_s, v_bars, DIM)
+
+
+@gluon.jit
+def first_biases(mixture, t_s, write_at, near, STAGES: gl.constexpr):
+    """What the first tile reads of the ring but no tile before it has written."""
     for back in gl.static_range(2):
         bias = gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
         profiles = t_s.index(STAGES + back).permute((1, 0))
         token = warpgroup_mma(mixture, profiles, bias, use_acc=False, is_async=True)
         write_ring(write_at, warpgroup_mma_wait(0, [token]), (near & KEYS) * 2 ^ (128 - 128 * back))
+
+
+@gluon.jit
+def over_all_tiles(
+    places, operands, p0, far, near, end, DIM: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr,
+    STAGES: gl.constexpr, LAZY: gl.constexpr,
+):  # fmt: skip
+    """The softmax over all tiles of a program; `places` are slot and phase of keys and of values, in and out."""
+    left, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at = operands
+    i = position(gl.arange(0, ROWS, layout=BY_SCORE))
+    operands = (left, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at, p0 + i, far)
     state = (
         gl.full([ROWS, DIM], 0.0, gl.float32, VALUES),
         gl.full([ROWS], -1e30, gl.float32, BY_SCORE),  # finite, so that a tile without a visible key changes nothing
         gl.full([ROWS], 0.0, gl.float32, BY_SCORE),
         gl.full([ROWS, KEYS], 0.0, k_s.dtype, WEIGHTS),
-        far * 0, far * 0, far * 0, far * 0,
+        places[0], places[1], places[2], places[3],
     )  # fmt: skip
-    operands = (q_s, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at, p0 + i, far)
     if WINDOW == 0 or WINDOW > EXTENT:
-        state = _tiles(state, far, near, operands, False, WINDOW > 0, WINDOW, STAGES, LAZY)
+        state = over_tiles(state, far, near, operands, False, WINDOW > 0, WINDOW, STAGES, LAZY)
     inner = near
     if WINDOW:  # at the edge of the window
         inner = gl.minimum(gl.maximum((end - WINDOW + KEYS - 1) // KEYS * KEYS, near), end)
-        state = _tiles(state, near, inner, operands, True, True, WINDOW, STAGES, LAZY)
+        state = over_tiles(state, near, inner, operands, True, True, WINDOW, STAGES, LAZY)
     diagonal = gl.minimum(gl.maximum((p0 + 1) // KEYS * KEYS, inner), end)
-    state = _tiles(state, inner, diagonal, operands, True, False, WINDOW, STAGES, LAZY)
-    state = _tiles(state, diagonal, end, operands, True, True, WINDOW, STAGES, LAZY)
-    _finish(state, results, rows, head, v_s, v_bars, DIM)
+    state = over_tiles(state, inner, diagonal, operands, True, False, WINDOW, STAGES, LAZY)
+    state = over_tiles(state, diagonal, end, operands, True, True, WINDOW, STAGES, LAZY)
+    return state
 
 
 @gluon.jit
@@ -262,44 +243,26 @@ def _queries(queries, rows, head, q_s, DIM: gl.constexpr, REL: gl.constexpr, LOG
     r_rows = r + (row + j).to(gl.int64)[:, None] * stride_r
     wide = gl.load(q_rows + channel[None, :], mask=(i < live)[:, None], other=0.0).to(gl.float32)
     mixture = gl.load(r_rows + part[None, :], mask=own, other=0.0).to(gl.float32)
-    wide = _clipped(wide, q_scale, channel, q_clip) * (_units(p0 + i, alpha, floor, LOG_SCALING) * DIM**-0.5)
+    wide = clipped(wide, q_scale, channel, q_clip) * (score_units(p0 + i, alpha, floor, LOG_SCALING) * DIM**-0.5)
     q_s.store(wide.to(q_s.dtype))
     fence_async_shared()
-    mixture = _clipped(mixture, r_scale, part, r_clip) * _units(p0 + j, alpha, floor, LOG_SCALING)
+    mixture = clipped(mixture, r_scale, part, r_clip) * score_units(p0 + j, alpha, floor, LOG_SCALING)
     return gl.convert_layout(mixture.to(gl.float16), MIXTURE)
 
 
 @gluon.jit
-def _clipped(x, scale, column, clip):
-    if scale is not None:
-        x = x * gl.load(scale + column).to(gl.float32)[None, :]
-        norm = gl.sqrt(gl.sum(x * x, 1))
-        x = x * gl.minimum(clip / (norm + 1e-6), 1.0)[:, None]
-    return x
-
-
-@gluon.jit
-def _units(p, alpha, floor, LOG_SCALING: gl.constexpr):
-    """What queries at positions `p` are multiplied by, as a column: scores are in units of log2."""
-    units = p.to(gl.float32) * 0.0 + LOG2_E
-    if LOG_SCALING:
-        units *= 1.0 + alpha * gl.log(gl.maximum((p + 1).to(gl.float32) / floor, 1.0))
-    return units[:, None]
-
-
-@gluon.jit
-def _tiles(
+def over_tiles(
     state, low, high, operands, BIAS: gl.constexpr, MASKED: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
     LAZY: gl.constexpr,
 ):  # fmt: skip
     """The tiles from `low` to `high`; the weights of the last one are in `state`, not yet multiplied with values."""
     acc, top, total, weights, k_slot, k_phase, v_slot, v_phase = state
-    q_s, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at, p, far = operands
+    left, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at, p, far = operands
     for first in range(low, high, KEYS):
         half = (first & KEYS) * 2
         scores = read_ring(read_at, half) if BIAS else gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
         wait(k_bars + 16 * k_slot, k_phase)
-        scores_token = warpgroup_mma(q_s, k_s.index(k_slot).permute((1, 0)), scores, use_acc=BIAS, is_async=True)
+        scores_token = warpgroup_mma(left, k_s.index(k_slot).permute((1, 0)), scores, use_acc=BIAS, is_async=True)
         if BIAS:
             bias = gl.full([ROWS, KEYS], 0.0, gl.float32, SCORES)
             profiles = t_s.index(k_slot).permute((1, 0))
@@ -312,7 +275,7 @@ def _tiles(
         else:
             scores = warpgroup_mma_wait(1, [scores_token])
         arrive(k_bars + 16 * k_slot + 8, 1)
-        k_slot, k_phase = _next(k_slot, k_phase, STAGES)
+        k_slot, k_phase = advanced(k_slot, k_phase, STAGES)
         if BIAS:
             write_ring(write_at, bias, half ^ 128)
         if MASKED:
@@ -321,7 +284,7 @@ def _tiles(
         acc = warpgroup_mma_wait(0, [acc_token])
         done = (first > far).to(gl.int32)
         arrive(v_bars + 16 * v_slot + 8, done)
-        next_slot, next_phase = _next(v_slot, v_phase, STAGES)
+        next_slot, next_phase = advanced(v_slot, v_phase, STAGES)
         v_slot, v_phase = gl.where(done > 0, next_slot, v_slot), gl.where(done > 0, next_phase, v_phase)
         acc = _scaled(acc, decay, LAZY)
         weights = gl.convert_layout(scores.to(k_s.dtype), WEIGHTS)

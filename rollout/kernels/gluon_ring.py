@@ -43,12 +43,12 @@ FOUR = gl.constexpr("=r,=r,r,r,r,r,r,r")
 
 
 @gluon.jit
-def open_barriers(first, STAGES: gl.constexpr):
-    """Addresses of the barriers: of each stage whether keys are there and free again, then values; then the profiles.
+def open_barriers(first, STAGES: gl.constexpr, MORE: gl.constexpr):
+    """Addresses of the barriers: of each stage whether keys are there and free again, then values; then MORE, alike.
 
     They are initialized here; the start of the warpgroups is a barrier between this and their first use.
     """
-    for n in gl.static_range(4 * STAGES + 1):
+    for n in gl.static_range(4 * STAGES + MORE):
         # Each loading thread arrives, or each computing warp.
         count = 8 if n % 2 == 1 else 128
         gl.inline_asm_elementwise(INIT, "=r,r,r", [first + 8 * n, count], dtype=gl.int32, is_pure=False, pack=1)

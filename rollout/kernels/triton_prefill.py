@@ -26,7 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels import gluon_prefill
+from rollout.kernels import gluon_persistent, gluon_prefill
 from rollout.kernels.paged import PagedBatch
 from rollout.kernels.triton_bias import (
     LOG2_E,
@@ -41,6 +41,9 @@ from rollout.kernels.triton_bias import (
 
 REGISTERS = 224
 """Of a computing thread in `gluon_prefill`: twice as many and 64 for a loading thread are all that there are."""
+
+PERSISTENT_REGISTERS = {"REGISTERS": 216, "LOADING": 72}
+"""Of a thread that computes and of one that loads in `gluon_persistent`; again they are all."""
 
 _INTERPRETED = triton.knobs.runtime.interpret
 
@@ -61,6 +64,12 @@ class Tiles(NamedTuple):
 
     lazy: bool = True
     """Whether `gluon_prefill` scales accumulated values only where a maximum has moved by much."""
+
+    persistent: bool = False
+    """Whether `gluon_persistent` does it, where `gluon_prefill` would and rows are aligned and as keys are."""
+
+    held: bool = False
+    """Whether either holds queries in registers."""
 
 
 def choose_tiles(head_dim: int, group: int, dtype: torch.dtype, *, hopper: bool = False) -> Tiles:
@@ -132,9 +141,7 @@ def attention(
     }  # fmt: skip
     if tiles.specialized:
         assert not exact and (*tiles[:3], head_dim, rel) == (64, 2, 64, 128, 16)
-        gluon_prefill.prefill_kernel[(programs,)](
-            *arguments, **sizes, STAGES=tiles.stages, LAZY=tiles.lazy, REGISTERS=REGISTERS, num_warps=4
-        )
+        _specialized(tiles, programs, arguments, sizes)
         return out_TC
     ring = ring_sizes(tiles, exact)
     ring_elements = 0 if ring["SHARED"] else programs * tiles.positions * tiles.packed * ring["PITCH"]
@@ -144,6 +151,26 @@ def attention(
         num_warps=tiles.warps, num_stages=tiles.stages if ring["SHARED"] else 1,
     )  # fmt: skip
     return out_TC
+
+
+def _specialized(tiles: Tiles, programs: int, arguments: tuple[Any, ...], sizes: dict[str, Any]) -> None:
+    constants = {**sizes, "STAGES": tiles.stages, "LAZY": tiles.lazy, "HELD": tiles.held, "num_warps": 4}
+    q_TC, r_TC, _, gate_TC, kv_BKNC = arguments[:5]
+    if tiles.persistent and all(_as_keys(x_TC, kv_BKNC.dtype) for x_TC in (q_TC, r_TC, gate_TC)):
+        programs = min(programs, _multiprocessors(q_TC.device))
+        gluon_persistent.persistent_kernel[(programs,)](*arguments, **constants, **PERSISTENT_REGISTERS)
+    else:
+        gluon_prefill.prefill_kernel[(programs,)](*arguments, **constants, REGISTERS=REGISTERS)
+
+
+def _as_keys(x_TC: torch.Tensor, dtype: torch.dtype) -> bool:
+    """Whether rows can be copied as they are, 16 bytes at a time."""
+    return x_TC.dtype == dtype and x_TC.stride(0) % 16 == 0 and x_TC.data_ptr() % 16 == 0
+
+
+@cache
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 5
 
 
 @cache

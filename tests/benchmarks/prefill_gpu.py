@@ -1,12 +1,14 @@
 """Prefill attention at the release's sizes on a GPU, against FlexAttention, in the same run.
 
-    python -m tests.benchmarks.prefill_gpu [--sweep] [--no-alternative] [--once NAME]
+    python -m tests.benchmarks.prefill_gpu [--sweep] [--no-alternative] [--once NAME] [--variants [ROWS]]
 
 Every row is checked against float64 first. TFLOP/s count two products of 128 channels for every key that a query sees,
 and nothing else: neither masked halves of tiles nor the bias. A time is the median of many runs by device events, the
 L2 cache overwritten between them; the first two rows are measured twice. FlexAttention gets keys and values without
 pages and the table of biases ready made, and neither sink nor gate is in its time. "matrix" is the rate of a large
 bfloat16 matrix product, measured here. Launch shapes are `Tiles` as they are written. `--once` is for a profiler.
+`--variants` compares those of the specialized kernel only, each by replays of a captured graph, so that launches are
+not in the time, and by values with the plain one; the rows named, separated by semicolons, or most of them.
 """
 
 from __future__ import annotations
@@ -48,6 +50,17 @@ SPECIALIZED = Tiles(64, 2, 64, 12, 3, specialized=True)
 SWEEP = (
     SPECIALIZED, SPECIALIZED._replace(stages=2), SPECIALIZED._replace(stages=4), SPECIALIZED._replace(lazy=False),
     Tiles(64, 2, 64, 8, 3), Tiles(32, 2, 64, 4, 2),
+)  # fmt: skip
+VARIANTS = {
+    "plain": SPECIALIZED,
+    "4 stages": SPECIALIZED._replace(stages=4),
+    "held": SPECIALIZED._replace(held=True),
+    "many": SPECIALIZED._replace(persistent=True),
+    "many, held": SPECIALIZED._replace(persistent=True, held=True),
+}
+VARIED = (
+    "8K, window 1024", "8K, full", "2K after 30K, window 1024", "16 prompts of 500, full", "2K after 30K, full",
+    "8K, window 1024, prepared",
 )  # fmt: skip
 ALTERNATIVE_SECONDS = 60.0
 
@@ -130,12 +143,47 @@ def kernel_times(inputs: Inputs) -> str:
     return ", ".join(f"{event.key} {event.device_time_total / event.count:.1f}" for event in events)
 
 
+def replayed(run: Callable[[], object]) -> float:
+    """Milliseconds of a captured call; kernels must have been compiled."""
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        run()
+    return milliseconds(graph.replay)
+
+
+def variants(names: tuple[str, ...], *, timed: bool) -> None:
+    """Milliseconds, TFLOP/s and difference from the plain kernel of every variant; each measured twice."""
+    began = time.monotonic()
+    print(f"{'work':28}" + "".join(f"{name:>28}" for name in VARIANTS), flush=True)
+    for name in names:
+        inputs = make(ROWS[name][0])
+        expected = call(inputs, SPECIALIZED).double()
+        print(f"{name:28}", end="", flush=True)
+        runs = {variant: partial(call, inputs, tiles) for variant, tiles in VARIANTS.items()}
+        errors = {variant: relative_error(run(), expected) for variant, run in runs.items()}
+        if not timed:
+            print(errors, flush=True)
+            continue
+        times = [{variant: replayed(run) for variant, run in runs.items()} for _ in range(2)]
+        for variant, error in errors.items():
+            first, second = (taken[variant] for taken in times)
+            rate = operations(inputs.case) / min(first, second) / 1e9
+            print(f"{first:9.3f}{second:6.3f}{rate:5.0f}{error:8.0e}", end="", flush=True)
+        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+        del inputs, runs, expected
+        torch.cuda.empty_cache()
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sweep", action="store_true", help="every launch shape on the rows that have a target")
     parser.add_argument("--no-alternative", action="store_true")
     parser.add_argument("--once", choices=tuple(ROWS), help="compute this twice and nothing else")
+    parser.add_argument("--variants", nargs="?", const=";".join(VARIED), help="rows, separated by semicolons")
+    parser.add_argument("--compile", action="store_true", help="with --variants: no times, only values")
     arguments = parser.parse_args()
+    if arguments.variants:
+        return variants(tuple(arguments.variants.split(";")), timed=not arguments.compile)
     if arguments.once:
         inputs = make(ROWS[arguments.once][0])
         call(inputs), call(inputs)

@@ -108,6 +108,37 @@ def test_many_runs_agree(name: str) -> None:
     assert all(torch.equal(other, expected) for other in others)
 
 
+SPECIALIZED = (64, 2, 64, 12, 3, True, True)
+VARIANTS = {
+    "held": (*SPECIALIZED, True, False, True),
+    "many": (*SPECIALIZED, True, True, False),
+    "both": (*SPECIALIZED, True, True, True),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+@pytest.mark.parametrize("name", SIZES)
+def test_variants_give_what_the_plain_kernel_gives(name: str, variant: str) -> None:
+    """Small sizes, so that programs have a tile or two; one program for many of them: the test after this."""
+    inputs, tiles = make(replace(SIZES[name], device="cuda")), Tiles(*VARIANTS[variant])
+    for out_dtype in (F32, BF16) if name == "first chunk" else (BF16,):
+        expected = run(inputs, tiles=Tiles(*SPECIALIZED), out_dtype=out_dtype)
+        got = run(inputs, tiles=tiles, out_dtype=out_dtype)
+        assert relative_error(got, expected.double()) < 1e-3
+        assert all(torch.equal(run(inputs, tiles=tiles, out_dtype=out_dtype), got) for _ in range(5))
+
+
+@pytest.mark.parametrize("programs", [1, 3, 132])
+@pytest.mark.parametrize("variant", ["many", "both"])
+def test_how_many_programs_share_the_tiles_changes_no_bit(
+    variant: str, programs: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    inputs, tiles = make(replace(SLIDING, step=((900, 300), (0, 500)), device="cuda")), Tiles(*VARIANTS[variant])
+    expected = run(inputs, tiles=tiles)
+    monkeypatch.setattr(triton_prefill, "_multiprocessors", lambda device: programs)
+    assert torch.equal(run(inputs, tiles=tiles), expected)
+
+
 @pytest.mark.parametrize("sink", [-80.0, 80.0])
 def test_extreme_sinks_and_logits(sink: float) -> None:
     inputs = make(replace(FULL, step=((1500, 100),), scale=40.0, q_clip=45.0, device="cuda"))

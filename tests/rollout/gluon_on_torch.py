@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-SOURCES = ("rollout.kernels.gluon_ring", "rollout.kernels.gluon_prefill")
+SOURCES = tuple(f"rollout.kernels.gluon_{name}" for name in ("ring", "items", "prefill", "persistent"))
 PATIENCE = 10.0
 
 
@@ -63,6 +63,12 @@ class Shared:
 
     def store(self, value: torch.Tensor) -> None:
         self.data.copy_(value)
+
+    def load(self, layout: object) -> torch.Tensor:
+        return self.data.clone()
+
+    def _reinterpret(self, dtype: torch.dtype, shape: list[int], layout: object) -> Shared:
+        return Shared(self.data.view(dtype).view(shape))
 
 
 @dataclass
@@ -216,6 +222,9 @@ def inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_p
             target.data.copy_(value)
         HERE.copies.clear()
         program.arrive(args[0], 128)
+    elif asm in (module["PUT"], module["TAKE"]):
+        word = program.memory.view(torch.int32)[int(args[0]) // 4]
+        return word.clone() if asm == module["TAKE"] else word.copy_(args[1])
     elif asm == module["READ"]:
         return _move(args[0], None)
     elif asm == module["WRITE"]:
@@ -275,6 +284,7 @@ def kernel(name: str) -> Callable[..., None]:
     experimental.__dict__.update(gluon=gluon)
     root = "triton.experimental"
     stand_ins = {root: experimental, f"{root}.gluon": gluon, f"{root}.gluon.language.nvidia.hopper": hopper}
+    modules = []
     with mock.patch.dict(sys.modules, stand_ins):
         for source in SOURCES:
             found = importlib.util.find_spec(source)
@@ -282,11 +292,13 @@ def kernel(name: str) -> Callable[..., None]:
             module = sys.modules[source] = importlib.util.module_from_spec(found)
             found.loader.exec_module(module)
             ASM.update(vars(module))
+            modules.append(module)
+    function = next(getattr(module, name) for module in modules if hasattr(module, name))
 
     def run(*arguments: Any, programs: int, **constants: Any) -> None:
         arguments = tuple(pointer(x) if isinstance(x, torch.Tensor) else x for x in arguments)
         for number in range(programs):
             HERE.program = Program(number, programs)
-            getattr(module, name)(*arguments, **constants)
+            function(*arguments, **constants)
 
     return run

@@ -11,6 +11,7 @@ import re
 import subprocess
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -25,7 +26,7 @@ pytest.importorskip("triton.experimental.gluon")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from rollout.kernels import gluon_prefill, triton_prefill  # noqa: E402
+from rollout.kernels import gluon_persistent, gluon_prefill, triton_prefill  # noqa: E402
 from rollout.kernels.triton_prefill import Tiles  # noqa: E402
 from tests.rollout import gluon_on_torch  # noqa: E402
 from tests.rollout.decode_cases import Case, exact, make, relative_error  # noqa: E402
@@ -35,6 +36,7 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 BF16 = torch.bfloat16
 SPECIALIZED = Tiles(64, 2, 64, 12, 3, specialized=True)
+PERSISTENT = SPECIALIZED._replace(persistent=True)
 
 BASE = Case(step=(), heads=(2, 1), head_dim=128, extent=100, page=16, q_clip=22.6, dtype=BF16)
 CASES = {
@@ -56,15 +58,18 @@ CASES = {
 }
 
 
+class Launcher:
+    def __init__(self, kernel: Callable[..., None]) -> None:
+        self.kernel = kernel
+
+    def __getitem__(self, grid: tuple[int]) -> Callable[..., None]:
+        return lambda *arguments, num_warps, **constants: self.kernel(*arguments, programs=grid[0], **constants)
+
+
 @pytest.fixture
 def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    kernel = gluon_on_torch.kernel("prefill_kernel")
-
-    class Launcher:
-        def __getitem__(self, grid: tuple[int]) -> Any:
-            return lambda *arguments, num_warps, **constants: kernel(*arguments, programs=grid[0], **constants)
-
-    monkeypatch.setattr(gluon_prefill, "prefill_kernel", Launcher())
+    for module, name in ((gluon_prefill, "prefill_kernel"), (gluon_persistent, "persistent_kernel")):
+        monkeypatch.setattr(module, name, Launcher(gluon_on_torch.kernel(name)))
 
 
 @on_interpreter
@@ -75,6 +80,21 @@ def test_values(name: str, on_torch: None) -> None:
         tiles = SPECIALIZED._replace(stages=stages, lazy=lazy)
         got = triton_prefill.attention(*inputs.arguments(), tiles=tiles)
         assert relative_error(got, exact(inputs)) < 6e-3
+
+
+@on_interpreter
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("programs", [1, 2, 5])
+def test_one_program_for_many_tiles_changes_no_bit(
+    name: str, programs: int, on_torch: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(triton_prefill, "_multiprocessors", lambda device: programs)
+    inputs = make(CASES[name])
+    for out_dtype in (torch.float32, BF16):
+        expected = triton_prefill.attention(*inputs.arguments(), tiles=SPECIALIZED, out_dtype=out_dtype)
+        for tiles in (PERSISTENT, PERSISTENT._replace(stages=2, held=True)):
+            got = triton_prefill.attention(*inputs.arguments(), tiles=tiles, out_dtype=out_dtype)
+            assert torch.equal(got, expected)
 
 
 @on_interpreter
@@ -107,20 +127,33 @@ TYPES = {
 }  # fmt: skip
 RELEASE = {
     "HEADS": 48, "GROUP": 6, "DIM": 128, "REL": 16, "EXTENT": 1024, "PAGE": 128, "WINDOW": 0, "PADDING": 256,
-    "LOG_SCALING": True, "STAGES": 3, "LAZY": True, "REGISTERS": triton_prefill.REGISTERS,
+    "LOG_SCALING": True, "STAGES": 3, "LAZY": True, "HELD": False, "REGISTERS": triton_prefill.REGISTERS,
 }  # fmt: skip
+WINDOW = {"WINDOW": 1024, "PAGE": 16}
 KERNELS: dict[str, dict[str, Any]] = {
     "full": RELEASE,
-    "sliding": RELEASE | {"WINDOW": 1024, "PAGE": 16},
+    "sliding": RELEASE | WINDOW,
     "four stages": RELEASE | {"STAGES": 4},
     "window larger than extent": RELEASE | {"WINDOW": 2048, "LAZY": False},
+}
+MANY = RELEASE | triton_prefill.PERSISTENT_REGISTERS
+READY = {"q_scale": None, "r_scale": None, "LOG_SCALING": False}
+VARIANTS: dict[str, dict[str, Any]] = {
+    "sliding, held": RELEASE | WINDOW | {"HELD": True},
+    "many, full": MANY,
+    "many, sliding": MANY | WINDOW | READY,
+    "many, full, held": MANY | {"HELD": True} | READY,
+    "many, sliding, held": MANY | WINDOW | {"HELD": True},
 }
 
 
 @cache
 def compiled(name: str) -> tuple[str, str, int]:
     """SASS, resource usage and dynamic shared memory for sm_90."""
-    kernel, constants = gluon_prefill.prefill_kernel, KERNELS[name]
+    kernel, constants = gluon_prefill.prefill_kernel, KERNELS.get(name)
+    if constants is None:
+        constants = VARIANTS[name]
+        kernel = gluon_persistent.persistent_kernel if "many" in name else kernel
     names = kernel.arg_names
     types = TYPES | dict.fromkeys(("q", "r", "gate", "kv", "out"), "*bf16")
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
@@ -148,18 +181,25 @@ def tile_loops(name: str, loaded: int, products: int) -> list[list[str]]:
 
 
 @compiled_only
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, *VARIANTS])
 def test_everything_stays_in_registers_and_fits(name: str) -> None:
+    """But for what a loop over items keeps from one to the next: a few words, and none of a loop over tiles."""
     sass, resources, dynamic = compiled(name)
-    assert not re.search(r"\b(LDL|STL)\b", sass)
-    assert "STACK:0" in resources and "LOCAL:0" in resources
+    if name in KERNELS:
+        assert not re.search(r"\b(LDL|STL)\b", sass) and "STACK:0" in resources
+    else:
+        stack = re.search(r"STACK:(\d+)", resources)
+        assert stack and int(stack[1]) <= 96
+        moved = [count(loop, "(LDL|STL)") for n in (12, 14) for loop in tile_loops(name, 0, n)]
+        assert max(moved) <= (6 if "held" in name else 0)
+    assert "LOCAL:0" in resources
     reported = re.search(r"SHARED:(\d+)", resources)
     assert reported and int(reported[1]) % 1024 == 0  # where Triton's tiles, swizzled by address, begin
     assert 48 * 1024 < dynamic <= 227 * 1024 - (int(reported[1]) - 1024)
 
 
 @compiled_only
-@pytest.mark.parametrize("name", KERNELS)
+@pytest.mark.parametrize("name", [*KERNELS, *VARIANTS])
 def test_no_product_waits_for_another(name: str) -> None:
     """Products with keys, of biases and with values are all issued before the first wait, and no barrier is met."""
     near = tile_loops(name, 0, 14)
@@ -168,7 +208,9 @@ def test_no_product_waits_for_another(name: str) -> None:
         steps = re.findall(r"HGMMA\.64x(\d+)x16|(DEPBAR\.LE gsb0, 0x\d)", "\n".join(loop))
         assert [a or b for a, b in steps] == ["64"] * 10 + ["128"] * 4 + [f"DEPBAR.LE gsb0, 0x{n}" for n in (1, 0)]
         assert count(loop, "STS") == 16 and count(loop, "LDS") == 16  # the ring, and nothing else
-    if name in ("full", "window larger than extent"):
+        held = re.findall(r"HGMMA\.64x64x16\S* R\d+, R\d+, gdesc", "\n".join(loop))
+        assert len(held) == (10 if "held" in name else 2)
+    if "full" in name or name == "window larger than extent":
         assert len(tile_loops(name, 0, 12)) == 2
 
 
@@ -181,3 +223,17 @@ def test_the_loops_are_as_short_as_they_were_made(name: str) -> None:
     assert all(len(loop) < 330 for loop in tile_loops(name, 0, 12))
     (fetching,) = tile_loops(name, 18, 0)
     assert len(fetching) < 160
+
+
+@compiled_only
+@pytest.mark.parametrize("name", [name for name in VARIANTS if "many" in name])
+def test_a_program_of_many_tiles_loads_and_stores_wide(name: str) -> None:
+    """Keys, values, profiles, queries, `r` and gates are copied 16 bytes at a time, results leave as such."""
+    sass = compiled(name)[0]
+    inner = [loop for loop in tile_loops(name, 0, 14) if count(loop, "FSEL") < 32]
+    assert len(inner) == 2 and all(len(loop) < 460 for loop in inner)
+    (fetching,) = tile_loops(name, 54, 0)
+    assert len(fetching) < 260
+    copies = re.findall(r"LDGSTS\.\S*", sass)
+    assert len(copies) == 58 and set(copies) == {"LDGSTS.E.BYPASS.128"}
+    assert set(re.findall(r"STG\S*", sass)) == {"STG.E.128"}

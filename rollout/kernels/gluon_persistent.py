@@ -1,0 +1,381 @@
+"""Prefill attention for Hopper where one program computes many tiles of queries: no start or end stands alone.
+
+The arithmetic, bit by bit, is that of `rollout.kernels.gluon_prefill`, whose parts these are; `Tiles.persistent` of
+`rollout.kernels.triton_prefill` chooses. There each program has 64 positions of two heads, and nothing else happens in
+a multiprocessor while it starts and ends: 14,000 to 19,000 of 48,000 cycles at a window of 1024 (from times at 4.5, 16
+and 64 tiles of keys). Here every multiprocessor has one program that takes such items in turn, and
+
+- the loading warpgroup goes from the last keys of an item straight to the first of the next one; it also loads queries
+  and `r` as they are, and gates near the end. All waiting for memory lies behind the products of the item before.
+- the computing warpgroups scale and clip queries in shared memory, in place, and with `HELD` keep them in registers,
+  as the product's left operand. A product of 64 x 64 x 16 takes 32 cycles of the matrix unit and, with both operands
+  from shared memory, as many of that; so this saves 256 of 1,500 cycles of shared memory per tile. It also frees the
+  memory of the queries for those of the next item while this one is computed.
+- results go out through the memory of the gates, 128 bytes of a row at a time instead of 16.
+
+Items are dealt out by a rule, without a counter in memory: the longest first, to the programs from first to last and
+then from last to first, so that the sums of two rounds agree.
+"""
+
+from __future__ import annotations
+
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    async_copy,
+    fence_async_shared,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+
+from rollout.kernels.gluon_items import (
+    LOG2_E,
+    NARROW,
+    WIDE,
+    advanced,
+    clipped,
+    inside_of,
+    key_range,
+    load_profiles,
+    pages_of,
+    request_of,
+    score_units,
+    write_zeros,
+)
+from rollout.kernels.gluon_prefill import (
+    BY_VALUE,
+    MIXTURE,
+    PROFILES,
+    TILE,
+    VALUES,
+    first_biases,
+    over_all_tiles,
+)
+from rollout.kernels.gluon_ring import (
+    KEYS,
+    OPEN,
+    RING_BYTES,
+    ROWS,
+    arrive,
+    loaded,
+    open_barriers,
+    position,
+    ring_places,
+    wait,
+)
+
+PUT = gl.constexpr("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
+TAKE = gl.constexpr("ld.shared.b32 $0, [$1];")
+
+
+@gluon.jit(do_not_specialize=["requests", "num_rows"])
+def persistent_kernel(
+    q, r, sink, gate, kv, out, q_scale, r_scale, table, query_start, seq_lens, block_table,
+    requests, num_rows, q_clip, r_clip, alpha, floor,
+    stride_q, stride_r, stride_sink, stride_gate, stride_out, stride_block, stride_head, stride_token, stride_table,
+    HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr,
+    WINDOW: gl.constexpr, PAGE: gl.constexpr, LOG_SCALING: gl.constexpr, PADDING: gl.constexpr,
+    STAGES: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr, LOADING: gl.constexpr,
+):  # fmt: skip
+    items = _tiles_used(query_start, requests, num_rows) * (HEADS // 2)
+    queue = (query_start, seq_lens, requests, num_rows, items, gl.program_id(0), gl.num_programs(0))
+    q_s = gl.allocate_shared_memory(kv.dtype.element_ty, [2, ROWS, DIM], TILE)
+    g_s = gl.allocate_shared_memory(kv.dtype.element_ty, [2, ROWS, DIM], TILE)
+    k_s = gl.allocate_shared_memory(kv.dtype.element_ty, [STAGES, KEYS, DIM], TILE)
+    v_s = gl.allocate_shared_memory(kv.dtype.element_ty, [STAGES, KEYS, DIM], TILE)
+    t_s = gl.allocate_shared_memory(gl.float16, [STAGES + 2, KEYS, 2 * REL], PROFILES)
+    r_s = gl.allocate_shared_memory(kv.dtype.element_ty, [2, ROWS, 2 * REL], PROFILES)
+    ring = gl.inline_asm_elementwise(OPEN, "=r,r", [items], dtype=gl.int32, is_pure=False, pack=1)
+    open_barriers(ring + RING_BYTES, STAGES, 10)
+    queries = (q_scale, q_clip, r_scale, r_clip, alpha, floor)
+    results = (sink, stride_sink, out, stride_out)
+    rows = (q, stride_q, r, stride_r, gate, stride_gate)
+    pool = (kv, block_table, table, stride_block, stride_head, stride_token, stride_table)
+    gl.warp_specialize(
+        [
+            (_attend, (queries, results, q_s.index(0), g_s.index(0), r_s.index(0), k_s, v_s, t_s, ring, 0, DIM, REL,
+                       EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY, HELD)),
+            (_attend, (queries, results, q_s.index(1), g_s.index(1), r_s.index(1), k_s, v_s, t_s, ring, 1, DIM, REL,
+                       EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY, HELD)),
+            (_fetch, (queue, rows, pool, q_s, g_s, r_s, k_s, v_s, t_s, ring, HEADS, GROUP, DIM, REL, EXTENT, WINDOW,
+                      PAGE, PADDING, STAGES)),
+        ],
+        [4, 4], [REGISTERS, LOADING],
+    )  # fmt: skip
+
+
+@gluon.jit
+def _bars(ring, STAGES: gl.constexpr):
+    """Addresses of the barriers: of keys and values, and of first profiles, queries and gates."""
+    first = ring + (RING_BYTES + 32)
+    later = first + 32 * STAGES
+    return first, first + 16 * STAGES, later, later + 16, later + 32
+
+
+@gluon.jit
+def _item_bar(ring, number):
+    """What computing warpgroups know of an item lies in one of two places: they have no registers left for it."""
+    return ring + RING_BYTES + (number & 1) * 16
+
+
+@gluon.jit
+def _word(ring, number, WORD: gl.constexpr):
+    """First row, rows that are there, position of the first, where keys end (or -1: no request), head."""
+    at = ring + RING_BYTES + 960 + (number & 1) * 32 + 4 * WORD
+    return gl.inline_asm_elementwise(TAKE, "=r,r", [at], dtype=gl.int32, is_pure=False, pack=1)
+
+
+@gluon.jit
+def _told(ring, number, WORD: gl.constexpr):
+    wait(_item_bar(ring, number), number // 2 % 2)
+    return _word(ring, number, WORD)
+
+
+@gluon.jit
+def _tell(ring, number, words):
+    bar = _item_bar(ring, number)
+    wait(bar + 8, number // 2 % 2 ^ 1)
+    for n in gl.static_range(5):
+        at = ring + RING_BYTES + 960 + (number & 1) * 32 + 4 * n
+        gl.inline_asm_elementwise(PUT, "=r,r,r", [at, words[n]], dtype=gl.int32, is_pure=False, pack=1)
+    arrive(bar, 32)  # every thread, of which each has written
+
+
+@gluon.jit
+def _tiles_used(query_start, requests, num_rows):
+    """Numbers of tiles end here; those before may include some without rows, at most one of each request."""
+    begun = gl.load(query_start + requests)
+    used = begun // ROWS + requests + (num_rows - begun + ROWS - 1) // ROWS
+    if (begun == num_rows) & (requests > 0):  # no rows without a request
+        last = gl.load(query_start + (requests - 1))
+        used = last // ROWS + requests - 1 + (begun - last + ROWS - 1) // ROWS
+    return used
+
+
+@gluon.jit
+def _item(queue, turn, HEADS: gl.constexpr):
+    """First row, rows that are there (or none), position of the first, where keys end (or -1), request, head."""
+    query_start, seq_lens, requests, num_rows, items, program, programs = queue
+    n = turn * programs + gl.where(turn % 2 == 1, programs - 1 - program, program)
+    item = gl.maximum(items - 1 - n, 0)
+    tile = item // (HEADS // 2)
+    request = request_of(query_start, requests, tile, ROWS)
+    start = gl.load(query_start + request)
+    first = (tile - start // ROWS - request) * ROWS
+    end, last, p0 = num_rows, num_rows * 0 - 1, num_rows * 0
+    if request < requests:
+        end = gl.load(query_start + request + 1)
+        length = gl.load(seq_lens + request)
+        p0 = length - (end - start) + first
+        last = gl.minimum(p0 + ROWS, length)
+    live = gl.where(n < items, end - start - first, 0)
+    return start + first, live, p0, last, request, (item % (HEADS // 2)) * 2
+
+
+@gluon.jit
+def _fetch(
+    queue, rows, pool, q_s, g_s, r_s, k_s, v_s, t_s, ring, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr,
+    PADDING: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """Load everything for all items, one after the other, as memory becomes free."""
+    zero = ring * 0
+    slot, phase, turned, number = zero, zero + 1, zero + 1, zero
+    for turn in range(0, (queue[4] + queue[6] - 1) // queue[6]):
+        item = _item(queue, turn, HEADS)
+        row, live, p0, end, _, head = item
+        if live > 0:
+            _tell(ring, number, (row, live, p0, end, head))
+            number = number + 1
+            if end >= 0:
+                slot, phase = _fetch_item(
+                    item, rows, pool, q_s, g_s, r_s, k_s, v_s, t_s, ring, slot, phase, turned, GROUP, DIM, REL,
+                    EXTENT, WINDOW, PAGE, PADDING, STAGES,
+                )  # fmt: skip
+                turned = turned ^ 1
+    _tell(ring, number, (zero, zero, zero, zero, zero))
+
+
+@gluon.jit
+def _fetch_item(
+    item, rows, pool, q_s, g_s, r_s, k_s, v_s, t_s, ring, slot, phase, turned, GROUP: gl.constexpr, DIM: gl.constexpr,
+    REL: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, PADDING: gl.constexpr,
+    STAGES: gl.constexpr,
+):  # fmt: skip
+    """Queries after the first keys: those are free earlier. Gates last, long after the item before has ended."""
+    row, live, p0, end, request, head = item
+    kv, block_table, table, stride_block, stride_head, stride_token, stride_table = pool
+    q, stride_q, r, stride_r, gate, stride_gate = rows
+    k_bars, v_bars, t_bar, q_bar, g_bar = _bars(ring, STAGES)
+    visible, far, near, end = key_range(p0, end, EXTENT, WINDOW)
+    keys, pages = kv + (head // GROUP).to(gl.int64) * stride_head, block_table + request * stride_table
+    entry = table + (EXTENT + PADDING - p0) * (2 * REL)
+    channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
+    page = pages_of(pages, far, visible, end, PAGE)
+    wait(t_bar + 8, turned)
+    for back in gl.static_range(2):
+        load_profiles(t_s.index(STAGES + back), entry, near - KEYS + KEYS * back, REL)
+    loaded(t_bar)
+    for first in range(far, end, KEYS):
+        token = page.to(gl.int64) * stride_block + (inside_of(first, visible, end) & (PAGE - 1)) * stride_token
+        source = keys + token[:, None] + channel[None, :]
+        page = pages_of(pages, first + KEYS, visible, end, PAGE)
+        wait(k_bars + 16 * slot + 8, phase)
+        async_copy.async_copy_global_to_shared(k_s.index(slot), source)
+        if first >= near:
+            load_profiles(t_s.index(slot), entry, first + KEYS, REL)
+        loaded(k_bars + 16 * slot)
+        if first == far:
+            wait(q_bar + 8, turned)
+            _copy_rows(q_s, q, stride_q, row, live, head, DIM)
+            _copy_mixture(r_s, r, stride_r, row, live, head, REL)
+            loaded(q_bar)
+        if first + KEYS >= end:
+            wait(g_bar + 8, turned)
+            _copy_rows(g_s, gate, stride_gate, row, live, head, DIM)
+            loaded(g_bar)
+        wait(v_bars + 16 * slot + 8, phase)
+        async_copy.async_copy_global_to_shared(v_s.index(slot), source + DIM)
+        loaded(v_bars + 16 * slot)
+        slot, phase = advanced(slot, phase, STAGES)
+    return slot, phase
+
+
+@gluon.jit
+def _copy_rows(rows_s, x, stride, row, live, head, DIM: gl.constexpr):
+    """Both heads' channels; rows that are not there are read as the last one that is."""
+    i = gl.minimum(position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE))), live - 1)
+    channel = head * DIM + gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
+    source = x + (row + i).to(gl.int64)[:, None] * stride + channel[None, :]
+    for half in gl.static_range(2):
+        async_copy.async_copy_global_to_shared(rows_s.index(half), source + half * DIM)
+
+
+@gluon.jit
+def _copy_mixture(r_s, r, stride, row, live, head, REL: gl.constexpr):
+    """Both heads' `r`, twice beside each other; what a row's parity hides is made zero later."""
+    j = gl.minimum(position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, NARROW))), live - 1)
+    part = head * REL + gl.arange(0, 2 * REL, layout=gl.SliceLayout(0, NARROW)) % REL
+    source = r + (row + j).to(gl.int64)[:, None] * stride + part[None, :]
+    for half in gl.static_range(2):
+        async_copy.async_copy_global_to_shared(r_s.index(half), source + half * REL)
+
+
+@gluon.jit
+def _attend(
+    queries, results, q_s, g_s, r_s, k_s, v_s, t_s, ring, SECOND: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr,
+    EXTENT: gl.constexpr, WINDOW: gl.constexpr, LOG_SCALING: gl.constexpr, STAGES: gl.constexpr, LAZY: gl.constexpr,
+    HELD: gl.constexpr,
+):  # fmt: skip
+    """One head of all items, by one warpgroup."""
+    number = ring * 0
+    places, turned = (number, number, number, number), number
+    write_at, read_at = ring_places(ring + RING_BYTES // 2 * SECOND)
+    live = _told(ring, number, 1)
+    while live > 0:
+        if _word(ring, number, 3) >= 0:
+            places = _attend_item(
+                number, queries, results, q_s, g_s, r_s, k_s, v_s, t_s, ring, write_at, read_at, places, turned,
+                SECOND, DIM, REL, EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY, HELD,
+            )  # fmt: skip
+            turned = turned ^ 1
+        elif SECOND == 0:
+            _, _, out, stride_out = results
+            row, head = _word(ring, number, 0), _word(ring, number, 4)
+            write_zeros(out + row.to(gl.int64) * stride_out + head * DIM, live, stride_out, DIM)
+        arrive(_item_bar(ring, number) + 8, 1)
+        number = number + 1
+        live = _told(ring, number, 1)
+
+
+@gluon.jit
+def _attend_item(
+    number, queries, results, q_s, g_s, r_s, k_s, v_s, t_s, ring, write_at, read_at, places, turned,
+    SECOND: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr,
+    LOG_SCALING: gl.constexpr, STAGES: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    k_bars, v_bars, t_bar, q_bar, g_bar = _bars(ring, STAGES)
+    p0 = _word(ring, number, 2)
+    _, far, near, end = key_range(p0, _word(ring, number, 3), EXTENT, WINDOW)
+    wait(q_bar, turned)
+    mixture = _prepare(queries, p0, _word(ring, number, 4) + SECOND, q_s, r_s, DIM, REL, LOG_SCALING, HELD)
+    wait(t_bar, turned)
+    first_biases(mixture, t_s, write_at, near, STAGES)
+    arrive(t_bar + 8, 1)
+    if HELD:
+        left = q_s.load(MIXTURE)
+        arrive(q_bar + 8, 1)
+    else:
+        left = q_s
+    operands = (left, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at)
+    state = over_all_tiles(places, operands, p0, far, near, end, DIM, EXTENT, WINDOW, STAGES, LAZY)
+    if not HELD:
+        arrive(q_bar + 8, 1)
+    rows = (_word(ring, number, 0), _word(ring, number, 1), _word(ring, number, 4) + SECOND)
+    return _finish(state, results, rows, g_s, v_s, v_bars, g_bar, turned, DIM, STAGES)
+
+
+@gluon.jit
+def _prepare(
+    queries, p0, head, q_s, r_s, DIM: gl.constexpr, REL: gl.constexpr, LOG_SCALING: gl.constexpr, HELD: gl.constexpr,
+):  # fmt: skip
+    """Queries scaled and clipped where they lie; `r` comes back as `gluon_prefill` wants it."""
+    q_scale, q_clip, r_scale, r_clip, alpha, floor = queries
+    i = position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE)))
+    j = position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, NARROW)))
+    channel = head * DIM + gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
+    part = gl.arange(0, 2 * REL, layout=gl.SliceLayout(0, NARROW))
+    wide = clipped(q_s.load(WIDE).to(gl.float32), q_scale, channel, q_clip)
+    wide = wide * (score_units(p0 + i, alpha, floor, LOG_SCALING) * DIM**-0.5)
+    q_s.store(wide.to(q_s.dtype))
+    if not HELD:
+        fence_async_shared()
+    own = (part // REL)[None, :] == (j % 2)[:, None]
+    mixture = gl.where(own, r_s.load(NARROW).to(gl.float32), 0.0)
+    mixture = clipped(mixture, r_scale, head * REL + part % REL, r_clip)
+    mixture = mixture * score_units(p0 + j, alpha, floor, LOG_SCALING)
+    halves = r_s._reinterpret(gl.float16, [ROWS, 2 * REL], PROFILES)
+    halves.store(mixture.to(gl.float16))
+    return halves.load(MIXTURE)
+
+
+@gluon.jit
+def _finish(
+    state, results, rows, g_s, v_s, v_bars, g_bar, turned, DIM: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    """The last tile's values, the sink, the gate, and out. Back come the slots and phases."""
+    acc, top, total, weights, k_slot, k_phase, v_slot, v_phase = state
+    sink, stride_sink, out, stride_out = results
+    row, live, head = rows
+    i = position(gl.arange(0, ROWS, layout=BY_VALUE))
+    sinks = gl.load(sink + (row + i).to(gl.int64) * stride_sink + head, mask=i < live, other=0.0).to(gl.float32)
+    wait(v_bars + 16 * v_slot, v_phase)
+    token = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
+    wait(g_bar, turned)
+    gates = g_s.load(VALUES).to(gl.float32)
+    # exp(sink) joins the denominator: the same as sigmoid(lse - sink) times the softmax.
+    top = gl.convert_layout(top, BY_VALUE, assert_trivial=True)
+    total = gl.convert_layout(total, BY_VALUE, assert_trivial=True) + gl.exp2(sinks * LOG2_E - top)
+    divisor = total[:, None] * (1.0 + gl.exp2(-LOG2_E * gates))
+    inverse = gl.inline_asm_elementwise(
+        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=gl.float32, is_pure=True, pack=1
+    )
+    acc = warpgroup_mma_wait(0, [token])
+    arrive(v_bars + 16 * v_slot + 8, 1)
+    v_slot, v_phase = advanced(v_slot, v_phase, STAGES)
+    acc = (acc * inverse).to(out.dtype.element_ty)
+    if out.dtype.element_ty == g_s.dtype:
+        g_s.store(acc)
+        _write(out, stride_out, row, live, head, g_s.load(WIDE), WIDE, DIM)
+    else:
+        _write(out, stride_out, row, live, head, acc, VALUES, DIM)
+    arrive(g_bar + 8, 1)
+    return k_slot, k_phase, v_slot, v_phase
+
+
+@gluon.jit
+def _write(out, stride, row, live, head, values, LAYOUT: gl.constexpr, DIM: gl.constexpr):
+    i = position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, LAYOUT)))
+    channel = head * DIM + gl.arange(0, DIM, layout=gl.SliceLayout(0, LAYOUT))
+    place = out + (row + i).to(gl.int64)[:, None] * stride + channel[None, :]
+    gl.store(place, values, mask=(i < live)[:, None])
