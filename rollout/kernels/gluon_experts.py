@@ -5,11 +5,12 @@ of `wgmma`, decoded into registers, and tokens are operand B, from shared memory
 same (`inkling_rl.formats.marlin`) and so are the values that are multiplied; only sums are in another order.
 
 Per program 256 outputs of one expert and one block of tokens of it, 192 by 128 and 64 (Triton's sizes are powers of
-two). Two warpgroups take 128 outputs each and share the tokens, so that one decodes while the other multiplies; within
-one, the weights of 16 columns are decoded while the product of the previous 16 runs. A third warpgroup loads: rows of
-tokens by index, words and scales, several stages ahead; barriers in shared memory are the only ones in the loop.
+two), or by one of the two if that is enough. Two warpgroups take 128 outputs each and share the tokens, so that one
+decodes while the other multiplies; within one, the weights of 16 columns are decoded while the product of the previous
+16 runs. A third warpgroup loads: rows of tokens by index, words and scales, several stages ahead; barriers in shared
+memory are the only ones in the loop.
 
-Per 16 columns and 192 tokens: 384 cycles of the matrix unit; of each scheduler about 2 x 75 instructions; from L2 8 KiB
+Per 16 columns and 192 tokens: 384 cycles of the matrix unit; of each scheduler about 2 x 82 instructions; from L2 8 KiB
 (MXFP8 10), 21 (27) bytes per cycle, with all multiprocessors at work at about the same columns of the same blocks.
 
 Not the choice of what to launch: `rollout.kernels.grouped_product`.
@@ -30,6 +31,7 @@ BARRIERS = gl.constexpr(42496)
 ZERO = gl.constexpr("mov.b32 $0, 0;")
 
 LOADS = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
+NARROW_LOADS = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 LINE = gl.constexpr(gl.BlockedLayout([1], [32], [4], [0]))
 TILE = gl.constexpr(gl.NVMMASharedLayout(128, 16, rank=2))
 NARROW_TILE = gl.constexpr(gl.NVMMASharedLayout(64, 16, rank=2))
@@ -62,12 +64,17 @@ def product_kernel(
             factor = gl.load(outer + expert)
         words += expert * (INPUTS // 16 * SIZE * BITS // 2) + column * (BITS // 2)
         scales += expert * (INPUTS // (4 * BITS) * SIZE) + column
+        # Few tokens in the block: one of the two products has room for them.
+        kind = block * 0 + 2
+        if SECOND:
+            kind = (gl.load(rows + SECOND) < pairs).to(gl.int32) + (gl.load(rows + FIRST) < pairs).to(gl.int32)
         results = (out, rows, pairs, column, factor)
+        tokens = (kind, x_first, x_second)
         gl.warp_specialize(
             [
-                (_multiply, (results, x_first, x_second, out_s, ring, 0, INPUTS, SIZE, BITS, FIRST, SECOND, K, STAGES)),
-                (_multiply, (results, x_first, x_second, out_s, ring, 1, INPUTS, SIZE, BITS, FIRST, SECOND, K, STAGES)),
-                (_fetch, (x, words, scales, rows, pairs, column, x_first, x_second, ring, INPUTS, SIZE, TOP_K, BITS,
+                (_multiply, (results, tokens, out_s, ring, 0, INPUTS, SIZE, BITS, FIRST, SECOND, K, STAGES)),
+                (_multiply, (results, tokens, out_s, ring, 1, INPUTS, SIZE, BITS, FIRST, SECOND, K, STAGES)),
+                (_fetch, (x, words, scales, rows, pairs, column, tokens, ring, INPUTS, SIZE, TOP_K, BITS,
                           FIRST, SECOND, K, STAGES)),
             ],
             [4, 4], [REGISTERS, LOADER],
@@ -82,18 +89,36 @@ def _next(slot, phase, STAGES: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    x, words, scales, rows, pairs, column, x_first, x_second, ring, INPUTS: gl.constexpr, SIZE: gl.constexpr,
+    x, words, scales, rows, pairs, column, tokens, ring, INPUTS: gl.constexpr, SIZE: gl.constexpr,
     TOP_K: gl.constexpr, BITS: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, K: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
+    kind, x_first, x_second = tokens
+    sources = (x, words, scales, rows, pairs, column, ring)
+    if kind == 2:
+        _load(sources, x_first, x_second, INPUTS, SIZE, TOP_K, BITS, FIRST, SECOND, K, STAGES)
+    if SECOND:
+        if kind == 1:
+            _load(sources, x_first, x_first, INPUTS, SIZE, TOP_K, BITS, FIRST, 0, K, STAGES)
+        if kind == 0:
+            _load(sources, x_second, x_second, INPUTS, SIZE, TOP_K, BITS, SECOND, 0, K, STAGES)
+
+
+@gluon.jit
+def _load(
+    sources, x_first, x_second, INPUTS: gl.constexpr, SIZE: gl.constexpr, TOP_K: gl.constexpr, BITS: gl.constexpr,
+    FIRST: gl.constexpr, SECOND: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
     """Load the next columns of tokens, words and scales into the stages, as they become free."""
+    x, words, scales, rows, pairs, column, ring = sources
     copies: gl.constexpr = BITS // 4
+    loads: gl.constexpr = LOADS if K == 64 else NARROW_LOADS
     # A zero that the compiler cannot see through: else what follows is computed where all warpgroups begin, and spills.
     zero = gl.inline_asm_elementwise(ZERO, "=r,r", [ring], dtype=gl.int32, is_pure=False, pack=1)
     thread = gl.arange(0, 128, layout=LINE) + zero
-    first = _rows(rows, 0, pairs, INPUTS, TOP_K, FIRST)
-    second = _rows(rows, FIRST, pairs, INPUTS, TOP_K, SECOND) if SECOND else first
-    k = gl.arange(0, K, layout=gl.SliceLayout(0, LOADS)) + zero * 64
+    first = _rows(rows, 0, pairs, INPUTS, TOP_K, FIRST, loads)
+    second = _rows(rows, FIRST, pairs, INPUTS, TOP_K, SECOND, loads) if SECOND else first
+    k = gl.arange(0, K, layout=gl.SliceLayout(0, loads)) + zero * 64
     first = first[:, None] + k[None, :]
     second = second[:, None] + k[None, :]
     # What is beyond the last output is read from the last ones; nothing of it is stored.
@@ -120,14 +145,31 @@ def _fetch(
 
 
 @gluon.jit
-def _rows(rows, start, pairs, INPUTS: gl.constexpr, TOP_K: gl.constexpr, COUNT: gl.constexpr):
+def _rows(rows, start, pairs, INPUTS: gl.constexpr, TOP_K: gl.constexpr, COUNT: gl.constexpr, LAYOUT: gl.constexpr):
     """Where the rows of tokens begin; what only fills the block up is read from the last one."""
-    pair = gl.load(rows + start + gl.arange(0, COUNT, layout=gl.SliceLayout(1, LOADS)))
+    pair = gl.load(rows + start + gl.arange(0, COUNT, layout=gl.SliceLayout(1, LAYOUT)))
     return gl.minimum(pair, pairs - 1) // TOP_K * INPUTS
 
 
 @gluon.jit
 def _multiply(
+    results, tokens, out_s, ring, WARPGROUP: gl.constexpr, INPUTS: gl.constexpr, SIZE: gl.constexpr,
+    BITS: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr,
+):  # fmt: skip
+    kind, x_first, x_second = tokens
+    out_s = out_s.index(WARPGROUP)
+    if kind == 2:
+        _outputs(results, x_first, x_second, out_s, ring, WARPGROUP, INPUTS, SIZE, BITS, FIRST, SECOND, K, STAGES)
+    if SECOND:
+        if kind == 1:
+            _outputs(results, x_first, x_first, out_s, ring, WARPGROUP, INPUTS, SIZE, BITS, FIRST, 0, K, STAGES)
+        if kind == 0:
+            part_s = out_s.slice(0, SECOND, 0)
+            _outputs(results, x_second, x_second, part_s, ring, WARPGROUP, INPUTS, SIZE, BITS, SECOND, 0, K, STAGES)
+
+
+@gluon.jit
+def _outputs(
     results, x_first, x_second, out_s, ring, WARPGROUP: gl.constexpr, INPUTS: gl.constexpr, SIZE: gl.constexpr,
     BITS: gl.constexpr, FIRST: gl.constexpr, SECOND: gl.constexpr, K: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -167,9 +209,9 @@ def _multiply(
             else:
                 acc = warpgroup_mma_wait(0, [acc])
         arrive(bar + 8, 1)
-    _store(acc, results, 0, out_s.index(WARPGROUP), WARPGROUP, SIZE, FIRST)
+    _store(acc, results, 0, out_s, WARPGROUP, SIZE, FIRST)
     if SECOND:
-        _store(acc_2, results, FIRST, out_s.index(WARPGROUP).slice(0, SECOND, 0), WARPGROUP, SIZE, SECOND)
+        _store(acc_2, results, FIRST, out_s.slice(0, SECOND, 0), WARPGROUP, SIZE, SECOND)
 
 
 @gluon.jit

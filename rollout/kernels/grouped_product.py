@@ -24,7 +24,7 @@ LARGEST = 2**31
 
 
 class Tile(NamedTuple):
-    """Tokens of a block, as two products."""
+    """Tokens of a block, as two products, of which only one is computed where it has room for all tokens."""
 
     first: int
     second: int
@@ -46,7 +46,13 @@ STAGES: dict[ExpertFormat, tuple[int, int]] = {"nvfp4": (64, 4), "mxfp8": (32, 5
 def tile_for(pairs: int, num_experts: int) -> Tile:
     """The cheapest tile if pairs fall on experts by chance: the mean and one deviation."""
     each = pairs / num_experts + (pairs / num_experts) ** 0.5
-    return min(TILES, key=lambda tile: (-(-each // tile.tokens) * (tile.tokens + BLOCK_COST), -tile.tokens))
+
+    def cost(tile: Tile) -> float:
+        blocks, rest = divmod(each, tile.tokens)
+        last = min(size for size in (tile.first, tile.second, tile.tokens) if size >= rest)
+        return blocks * (tile.tokens + BLOCK_COST) + last + BLOCK_COST
+
+    return min(TILES, key=lambda tile: (cost(tile), -tile.tokens))
 
 
 _RUNS: dict[tuple[torch.device, ExpertFormat], bool] = {}
