@@ -135,7 +135,7 @@ def _load(device: torch.device, sizes: Sizes, strict: bool) -> Kernels:
     for name, slowdown in SLOWDOWNS.items():
         if name in _SKINNY and not few_rows:
             continue
-        kernel, reason = _try(name, device, sizes)
+        kernel, reason = _try(name, device, replace(sizes, few_rows=few_rows))
         if kernel is not None and reason is None:
             chosen[name] = kernel
             continue

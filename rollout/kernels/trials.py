@@ -25,8 +25,6 @@ ATTENTION_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 # (tokens already there, tokens of this step): new, decoding, second token, across a page, as padding of a graph.
 STEP = ((0, 3), (70, 1), (1, 1), (6, 4), (0, 0))
-# Of the products of few rows: up to 8, up to 16 and up to 32 are three kernels.
-FEW_ROWS = (3, 13, 21)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,6 +63,14 @@ class Sizes:
     up_cap: float
     max_queries: tuple[int, ...] = (1,)
     """Rows per request in the batches that the decode kernel takes: 1, and more where drafts are verified."""
+
+    few_rows: int = 32
+    """Up to so many rows there are kernels of their own for products."""
+
+    @property
+    def few(self) -> tuple[int, ...]:
+        """Rows of a trial of each of them: up to 8, up to 16 and up to 32."""
+        return tuple(rows for rows in (3, 13, 21) if rows <= self.few_rows)
 
 
 @dataclass(frozen=True, slots=True)
@@ -213,7 +219,7 @@ def _softcap_logits(sizes: Sizes) -> Iterator[Trial]:
 def _skinny_inputs(sizes: Sizes) -> Iterator[Trial]:
     """Numbers of outputs are no constants of the kernel."""
     for kind in sizes.attention:
-        for rows in FEW_ROWS:
+        for rows in sizes.few:
             draw, full = _Draw(), kind.window is None
             x = draw(3 if full else 1, rows, sizes.hidden, dtype=torch.bfloat16)
             weights = (
@@ -228,14 +234,14 @@ def _skinny_inputs(sizes: Sizes) -> Iterator[Trial]:
 def _skinny_linear(sizes: Sizes) -> Iterator[Trial]:
     draw = _Draw()
     for width in sorted({kind.num_heads * kind.head_dim for kind in sizes.attention}):
-        for rows in FEW_ROWS:
+        for rows in sizes.few:
             arguments = (draw(rows, width, dtype=torch.bfloat16), draw(300, width, dtype=torch.bfloat16))
             yield Trial(f"{width} columns, {rows} tokens", arguments, LIMITS[torch.bfloat16])
 
 
 def _skinny_logits(sizes: Sizes) -> Iterator[Trial]:
     draw = _Draw()
-    for rows in FEW_ROWS:
+    for rows in sizes.few:
         x, weight = (draw(count, sizes.hidden, dtype=torch.bfloat16) for count in (rows, 300))
         yield Trial(f"{rows} tokens", (x, weight, 30.0, 400), LIMITS[torch.bfloat16])
 

@@ -39,19 +39,18 @@ class Tile(NamedTuple):
     warps: int
 
 
-# A stage is 16 KB of weights; about 100 KB per program, two of which a multiprocessor holds: 264 programs. The inputs
-# of Inkling 2 Small's attention need 243 of the first. Its output has too few rows to reach all multiprocessors with
-# that one, and takes 144 of the second.
-WIDE, NARROW = Tile(64, 128, 5, 4), Tile(32, 256, 5, 4)
-STAGES_OF_MANY = 4
-"""Of more than 16 rows: their stages are larger."""
+# Up to 16 rows, and up to 32. A stage is 16 KB of weights; about 100 KB per program, two of which a multiprocessor
+# holds: 264 programs. The inputs of Inkling 2 Small's attention need 240 of the first kind. Its output has too few rows
+# to reach all multiprocessors with that one, and takes 144 of the second; 32 rows of input are read by fewer programs.
+WIDE = Tile(64, 128, 5, 4), Tile(64, 128, 4, 4)
+NARROW = Tile(32, 256, 5, 4), Tile(64, 128, 8, 4)
 
 SMALL = (32, 128)
 """Rows and columns per step of a program of a float32 weight."""
 
 MOST_ROWS = 32
-PREFETCH = 1024
-"""Bytes of each row of a weight that are fetched before the kernel before has ended."""
+PREFETCH = 512
+"""Bytes that each thread asks for before the kernel before has ended: 64 KB per program."""
 
 
 def linear(x_TC: torch.Tensor, weight_OC: torch.Tensor, tile: Tile | None = None, early: bool = True) -> torch.Tensor:
@@ -64,7 +63,7 @@ def linear(x_TC: torch.Tensor, weight_OC: torch.Tensor, tile: Tile | None = None
         early: start before the kernel before has ended.
     """
     out_TO = x_TC.new_empty(x_TC.shape[0], weight_OC.shape[0])
-    _launch(x_TC[None], weight_OC, out_TO, tile=tile or _for(x_TC, NARROW), early=early)
+    _launch(x_TC[None], weight_OC, out_TO, tile=tile or NARROW[x_TC.shape[0] > 16], early=early)
     return out_TO
 
 
@@ -75,7 +74,7 @@ def softcap_logits(
     """`triton_softcap.softcap_logits` of few rows, product and softcap in one launch."""
     x_TH = x_TH.to(weight_VH.dtype)
     out_TP = torch.empty(x_TH.shape[0], padded_size, dtype=torch.float32, device=x_TH.device)
-    _launch(x_TH[None], weight_VH, out_TP, cap=cap, tile=tile or _for(x_TH, WIDE), early=early)
+    _launch(x_TH[None], weight_VH, out_TP, cap=cap, tile=tile or WIDE[x_TH.shape[0] > 16], early=early)
     return out_TP
 
 
@@ -98,14 +97,8 @@ def attention_inputs(
     sink_TN = torch.empty(rows, sinks_NH.shape[0], dtype=torch.float32, device=x_QTH.device)
     taps_out = None if taps is None else torch.empty(2, rows, taps.shape[1], dtype=torch.float32, device=taps.device)
     small = (sinks_NH, taps, sink_TN, taps_out)
-    _launch(
-        x_QTH, weight_OH, out_TC, keys_values=keys_values, small=small, tile=tile or _for(x_QTH[0], WIDE), early=early
-    )
+    _launch(x_QTH, weight_OH, out_TC, keys_values=keys_values, small=small, tile=tile or WIDE[rows > 16], early=early)
     return out_TC, sink_TN, taps_out
-
-
-def _for(x_TC: torch.Tensor, tile: Tile) -> Tile:
-    return tile if x_TC.shape[0] <= 16 else tile._replace(stages=STAGES_OF_MANY)
 
 
 def _launch(
@@ -255,12 +248,15 @@ def _small(
 def _prefetch(
     base, count, HIDDEN: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Ask the L2 cache for the first BYTES of each row; every thread asks for a piece of one."""
-    lane = tl.arange(0, ROWS * PIECES)
-    SIZE: tl.constexpr = (2 * HIDDEN if 2 * HIDDEN < BYTES else BYTES) // PIECES // 16 * 16
-    address = tl.cast(base, tl.int64) + tl.minimum(lane // PIECES, count - 1) * (2 * HIDDEN) + lane % PIECES * SIZE
-    size = tl.full([ROWS * PIECES], SIZE, tl.int32)
-    tl.inline_asm_elementwise(
-        "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
+    """Ask the L2 cache for the beginning of every row; each thread asks for one piece of one."""
+    OF_ROW: tl.constexpr = 2 * HIDDEN // PIECES // 16 * 16
+    SIZE: tl.constexpr = BYTES if BYTES < OF_ROW else OF_ROW
+    if SIZE > 0:
+        lane = tl.arange(0, ROWS * PIECES)
+        row = tl.cast(tl.minimum(lane // PIECES, count - 1), tl.int64)
+        address = tl.cast(base, tl.int64) + row * (2 * HIDDEN) + lane % PIECES * SIZE
+        size = tl.full([ROWS * PIECES], SIZE, tl.int32)
+        tl.inline_asm_elementwise(
+            "cp.async.bulk.prefetch.L2.global [$1], $2; mov.u32 $0, 0;", "=r,l,r", [address, size], dtype=tl.int32,
+            is_pure=False, pack=1,
+        )  # fmt: skip
