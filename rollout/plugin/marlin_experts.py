@@ -29,12 +29,16 @@ from inkling_rl.formats.marlin_layout import check_sizes
 from rollout.kernels.triton_activation import expert_activation
 from rollout.kernels.triton_moe_align import MAX_PAIRS, Blocks, align, single_token
 from rollout.kernels.triton_moe_sum import weighted_sum
+from rollout.plugin import vector_experts
 from rollout.plugin.shape import ModelShape
 
 BLOCK_SIZES = (8, 16, 32, 48, 64)
 # Pairs per expert from which on `rollout.kernels.grouped_product` multiplies, on Hopper; None: never. With fewer, its
 # smallest block is mostly padding.
 MIN_PAIRS: int | None = None
+# Tokens up to which `rollout.kernels.triton_moe_vector` multiplies instead, 0 to 16; 0: never. It reads an expert again
+# for every token that chose it.
+VECTOR_ROWS = 0
 WEIGHT_TYPES: dict[ExpertFormat, Any] = {"nvfp4": scalar_types.float4_e2m1f, "mxfp8": scalar_types.float8_e4m3fn}
 
 
@@ -115,6 +119,9 @@ class MarlinExperts(nn.Module):
         if num_rows == 0:
             return torch.empty_like(x_TH)
         num_experts, top_k = self.w13_weight.shape[0], experts_TK.shape[1]
+        # Asked by every step, so that it is known before one of few tokens is captured.
+        if VECTOR_ROWS and vector_experts.runs(self, x_TH, top_k) and num_rows <= VECTOR_ROWS:
+            return vector_experts.forward(self, x_TH, weights_TK, experts_TK)
         constants = standing(x_TH.device, top_k)
         pairs, padded = num_rows * top_k, self.w2_weight.shape[1] * 16
         if MIN_PAIRS is not None and pairs >= MIN_PAIRS * num_experts and self._takes_many(x_TH, top_k):
