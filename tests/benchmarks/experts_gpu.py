@@ -29,6 +29,7 @@ from rollout.plugin import marlin_experts
 from rollout.plugin.experts import SparseMoe
 from rollout.plugin.marlin_experts import WEIGHT_TYPES, MarlinExperts, Tile, block_size, blocks_of, standing
 from tests.gpu.expert_cases import dummy_moe, inputs, relative_error
+from tests.gpu.wgmma_ahead import compile_products, of_layer
 
 SIZE = (384, 8, 4608, 2304)
 BYTES_PER_US, OPERATIONS_PER_US = 4244e3, 790e6
@@ -206,11 +207,15 @@ def main() -> None:
     parser.add_argument("--tiles", help="numbers of grouped_product's tiles, else the one that it chooses")
     arguments = parser.parse_args()
     formats: list[ExpertFormat] = arguments.formats.split(",")
+    numbers = map(int, arguments.tiles.split(",")) if arguments.tiles else ()
+    tiles = [WGMMA_TILES[n] for n in numbers] or [tile_for(8192 * SIZE[1], SIZE[0])]
+    if arguments.wgmma:
+        sizes = SIZE[2], SIZE[3], SIZE[1]
+        compile_products([p for name in formats for tile in tiles for p in of_layer(name, *sizes, tile)])
     for expert_format in formats:
         moe = dummy_moe(expert_format, SIZE, torch.bfloat16)
         if arguments.wgmma:
-            numbers = arguments.tiles.split(",") if arguments.tiles else ()
-            measure_wgmma(moe, 8192, [WGMMA_TILES[int(n)] for n in numbers] or [tile_for(8192 * SIZE[1], SIZE[0])])
+            measure_wgmma(moe, 8192, tiles)
             del moe
             torch.cuda.empty_cache()
             continue

@@ -10,7 +10,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from inkling_rl.formats import ExpertFormat
+from inkling_rl.formats import ExpertFormat, marlin
 
 HOPPER = torch.cuda.is_available() and torch.cuda.get_device_capability() == (9, 0)
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HOPPER, reason="needs a Hopper GPU")]
@@ -20,6 +20,7 @@ if HOPPER:
     from rollout.plugin import marlin_experts
     from rollout.plugin.marlin_experts import MarlinExperts
     from tests.gpu import expert_cases as cases
+    from tests.gpu import wgmma_ahead
 
 Size = tuple[int, int, int, int]
 FORMATS: tuple[ExpertFormat, ...] = ("nvfp4", "mxfp8")
@@ -27,6 +28,17 @@ FORMATS: tuple[ExpertFormat, ...] = ("nvfp4", "mxfp8")
 CASES: tuple[tuple[Size, int], ...] = (
     ((16, 4, 128, 64), 300), ((24, 3, 256, 160), 1100), ((16, 8, 4608, 2304), 350)
 )  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def compiled() -> None:
+    products: list[wgmma_ahead.Product] = []
+    for expert_format in FORMATS:
+        for (experts, top_k, hidden, width), rows in CASES:
+            tile = grouped_product.tile_for(rows * top_k, experts)
+            padded = marlin.padded_width(width, hidden, expert_format)
+            products += wgmma_ahead.of_layer(expert_format, hidden, padded, top_k, tile)
+    wgmma_ahead.compile_products(products)
 
 
 @pytest.mark.parametrize("expert_format", FORMATS)
@@ -56,14 +68,14 @@ def test_the_sublayer_equals_the_reference_and_marlin(
     monkeypatch.setattr(grouped_product, "grouped_product", counted)
     x = cases.inputs(rows, moe, torch.bfloat16)
     monkeypatch.setattr(marlin_experts, "MIN_PAIRS", None)
-    marlin = moe(x)
+    by_marlin = moe(x)
     assert not launches
     monkeypatch.setattr(marlin_experts, "MIN_PAIRS", 1)
     got = moe(x)
     assert len(launches) == 2 and torch.equal(seen[0], seen[1])
     same = cases.same_choice(moe, x, seen[-1])
     error = cases.relative_error(got[same], cases.expected_of(moe, weights, x)[same])
-    differ, again = cases.relative_error(got, marlin), cases.relative_error(moe(x), got)
+    differ, again = cases.relative_error(got, by_marlin), cases.relative_error(moe(x), got)
     print(
         f"{expert_format} {size} {rows} rows, tile {launches[0].tokens}: error {error:.1e}, Marlin differs {differ:.1e}"
     )
