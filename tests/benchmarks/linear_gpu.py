@@ -114,7 +114,6 @@ class Row:
     kind: str
     rows: int
     run: Callable[[torch.Tensor, Weights], object]
-    is_ours: bool = True
     inputs: torch.Tensor = field(init=False)
 
     def __post_init__(self) -> None:
@@ -127,7 +126,7 @@ def table(all_rows: list[int], sweep: bool) -> Iterator[Row]:
     for kind in TURNS:
         for rows in all_rows:
             yield Row(f"{kind}", kind, rows, partial(ours, kind))
-            yield Row("  torch", kind, rows, partial(theirs, kind), is_ours=False)
+            yield Row("  torch", kind, rows, partial(theirs, kind))
             if not sweep or rows not in SWEPT or kind == "full":
                 continue
             yield Row("  not early", kind, rows, partial(ours, kind, early=False))
@@ -146,7 +145,7 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}; copy {bandwidth:,.0f} GB/s", flush=True)
     ready = time.monotonic()
-    compile_ahead(KERNELS, [partial(row.run, row.inputs, made[row.kind][0]) for row in rows if row.is_ours])
+    compile_ahead(KERNELS, [partial(row.run, row.inputs, made[row.kind][0]) for row in rows])
     print(f"inputs {ready - began:.0f} s, compiled in {time.monotonic() - ready:.0f} s", flush=True)
     print(f"{'us':24}{'rows':>5}{'bound':>8}{'time':>8}{'of it':>6}{'error':>9}", flush=True)
     for row in rows:
