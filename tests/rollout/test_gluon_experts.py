@@ -127,6 +127,40 @@ def test_values(name: str, expert_format: ExpertFormat, on_torch: None) -> None:
 
 
 @pytest.mark.parametrize("expert_format", FORMATS)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_a_layer_of_many_tokens(expert_format: ExpertFormat, dtype: torch.dtype, on_torch: None) -> None:
+    """All of the engine's own way between router and sum, with the fallbacks of its other kernels."""
+    from rollout.kernels import composed, fallback
+    from rollout.plugin.marlin_experts import MarlinExperts, Standing
+    from tests.rollout.test_marlin_experts import shape_of
+
+    shape = shape_of([expert_format] * 6, n_routed_experts=6, num_experts_per_tok=3)
+    experts = MarlinExperts(shape, expert_format)
+    experts.align, experts.activation = fallback.align, fallback.expert_activation
+    experts.weighted_sum = fallback.weighted_sum
+    engine = layer(expert_format, 6, shape.hidden_size, shape.expert_width)
+    for key, tensor in engine.items():
+        experts.get_parameter(key).data.copy_(tensor)
+    g = torch.Generator().manual_seed(2)
+    x = torch.randn(150, shape.hidden_size, generator=g).to(dtype)
+    chosen = torch.rand(150, 6, generator=g).topk(3).indices.sort(1).values.int()
+    weights = torch.rand(150, 3, generator=g)
+    nothing = torch.zeros(1, dtype=torch.int32)
+    got = experts._many(x, weights, chosen, Standing(nothing, nothing, nothing))
+    w13, w2 = (
+        marlin.dequantize(engine, m, expert_format, shape.expert_width).float() for m in ("w13_weight", "w2_weight")
+    )
+    gate_up = torch.cat((w13[:, 0::2], w13[:, 1::2]), 1)
+    expected = torch.zeros(150, shape.hidden_size)
+    for rank in range(3):
+        own = chosen[:, rank].long()
+        hidden = composed.expert_activation(torch.einsum("th,toh->to", x.float(), gate_up[own]), *experts.caps)
+        expected += torch.einsum("ti,thi->th", hidden, w2[own]) * weights[:, rank, None]
+    assert got.dtype == dtype and got.shape == x.shape
+    assert (got.float() - expected).norm() / expected.norm() < 5e-3
+
+
+@pytest.mark.parametrize("expert_format", FORMATS)
 def test_what_is_tried_before_the_first_use(expert_format: ExpertFormat, on_torch: None) -> None:
     cpu = torch.device("cpu")
     assert grouped_product.trial(cpu, expert_format) < 2**-9
