@@ -91,59 +91,28 @@ def accumulate(
     `x` points to the row's pairs of values (int32), bfloat16 (then divided by 16) or halves. TILES is the length of a
     chain, 8 or 4. WAIT: the row comes from the kernel before; the first weights are on their way by then.
     """
-    PARTS: tl.constexpr = BITS // 4
-    CELLS: tl.constexpr = BLOCKS * PARTS
     thread, e = tl.arange(0, WARPS * 32)[:, None], tl.arange(0, 4)[None, :]
     warp, lane = thread // 32, thread % 32
-    first = words + expert.to(tl.int64) * (K // 16 * (N * BITS // 2)) + block * (32 * BITS) + lane * BITS + e
-    # A scale group's eight bytes of a lane; for NVFP4 a tile is a group, for MXFP8 two are.
-    of_scales = scales + expert.to(tl.int64) * (K // 16 // PARTS * (N // 8)) + block * 8 + lane // 4
-    at, scales_at = (), ()
-    for cell in tl.static_range(CELLS):
-        at = at + (first + cell // PARTS * step * (32 * BITS) + cell % PARTS * 4,)
-    for number in tl.static_range(BLOCKS):
-        scales_at = scales_at + (of_scales + number * step * 8,)
+    at, scales_at = _places(words, scales, expert, block, step, lane, e, N, K, BLOCKS, BITS)
     words_now = ()
     for tile in tl.static_range(TILES):
-        for cell in tl.static_range(CELLS):
+        for cell in tl.static_range(BLOCKS * BITS // 4):
             words_now = words_now + (_words(at[cell], warp, tile, N, K, BITS, TILES),)
-    scales_now = _scales(scales_at, warp, lane, N, K, BLOCKS, PARTS, TILES)
+    scales_now = _scales(scales_at, warp, lane, N, K, BLOCKS, BITS, TILES)
     if WAIT:
         tl.extra.cuda.gdc_wait()
     low, high = _inputs(x, warp, lane, e, K, TILES)
-    zero = tl.zeros([WARPS * 32, 4], tl.float32)
     sums = ()
     for _ in tl.static_range(BLOCKS * 2):
-        sums = sums + (zero,)
+        sums = sums + (tl.zeros([WARPS * 32, 4], tl.float32),)
     CHAINS: tl.constexpr = (K // 16 + TILES - 1) // TILES
     for start in range(0, CHAINS, WARPS):
         following = start + WARPS + warp
         next_low, next_high = _inputs(x, following, lane, e, K, TILES)
         low, high = _halves(low, BFLOAT16), _halves(high, BFLOAT16)
-        # For NVFP4 tiles 2 q and 2 q + 1 of rows g, then of rows g + 8; for MXFP8 the rows alternate in e.
-        chain, next_words = (), ()
-        for _ in tl.static_range(BLOCKS * 4):
-            chain = chain + (zero,)
-        for tile in tl.static_range(TILES):
-            mine = lane // 4 == tile
-            low_tile, high_tile = tl.where(mine, low, 0), tl.where(mine, high, 0)
-            grown = ()
-            for cell in tl.static_range(CELLS):
-                if BITS == 4:
-                    grown = grown + _multiply_4(
-                        words_now[tile * CELLS + cell], low_tile, high_tile, chain[4 * cell], chain[4 * cell + 1],
-                        chain[4 * cell + 2], chain[4 * cell + 3],
-                    )  # fmt: skip
-                else:
-                    grown = grown + _multiply_8(
-                        words_now[tile * CELLS + cell], low_tile, high_tile, chain[2 * cell], chain[2 * cell + 1]
-                    )
-                next_words = next_words + (_words(at[cell], following, tile, N, K, BITS, TILES),)
-            chain = grown
-            if (tile + 1) * CELLS % 4 == 0:
-                _fence(next_words, next_low, next_high, expert, (tile + 1) * CELLS - 4)
-            if tile == 4 // CELLS - 1:
-                next_scales = _scales(scales_at, following, lane, N, K, BLOCKS, PARTS, TILES)
+        chain, next_words, next_scales = _chain(
+            words_now, low, high, at, scales_at, following, lane, next_low, next_high, expert, N, K, BLOCKS, BITS, TILES
+        )
         sums = _scaled(sums, chain, scales_now, e, BLOCKS, BITS)
         low, high, scales_now, words_now = next_low, next_high, next_scales, next_words
     pieces = ()
@@ -151,6 +120,61 @@ def accumulate(
         of_warps = tl.reshape(sums[piece], [WARPS, 8, 4, 4])
         pieces = pieces + (tl.sum(tl.sum(of_warps, 2), 0),)
     return pieces
+
+
+@triton.jit
+def _places(
+    words, scales, expert, block, step, lane, e, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr,
+    BITS: tl.constexpr,
+):  # fmt: skip
+    """Of every cell, a block or for MXFP8 half of one, a lane's words; of every block its eight bytes of scales.
+
+    All at tile 0. For NVFP4 a tile has its scales, for MXFP8 two have.
+    """
+    PARTS: tl.constexpr = BITS // 4
+    first = words + expert.to(tl.int64) * (K // 16 * (N * BITS // 2)) + block * (32 * BITS) + lane * BITS + e
+    of_scales = scales + expert.to(tl.int64) * (K // 16 // PARTS * (N // 8)) + block * 8 + lane // 4
+    at, scales_at = (), ()
+    for cell in tl.static_range(BLOCKS * PARTS):
+        at = at + (first + cell // PARTS * step * (32 * BITS) + cell % PARTS * 4,)
+    for number in tl.static_range(BLOCKS):
+        scales_at = scales_at + (of_scales + number * step * 8,)
+    return at, scales_at
+
+
+@triton.jit
+def _chain(
+    words, low, high, at, scales_at, following, lane, next_low, next_high, expert, N: tl.constexpr, K: tl.constexpr,
+    BLOCKS: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr,
+):  # fmt: skip
+    """Sums by tile of a chain, and the words and scales of the following one, loaded where those of this are used up.
+
+    For NVFP4 a block has four: tiles 2 q and 2 q + 1 of rows g, then of rows g + 8. For MXFP8 the rows alternate in e.
+    """
+    CELLS: tl.constexpr = BLOCKS * BITS // 4
+    chain, next_words = (), ()
+    for _ in tl.static_range(BLOCKS * 4):
+        chain = chain + (tl.zeros(words[0].shape, tl.float32),)
+    for tile in tl.static_range(TILES):
+        mine = lane // 4 == tile
+        low_tile, high_tile = tl.where(mine, low, 0), tl.where(mine, high, 0)
+        grown = ()
+        for cell in tl.static_range(CELLS):
+            word = words[tile * CELLS + cell]
+            if BITS == 4:
+                grown = grown + _multiply_4(
+                    word, low_tile, high_tile, chain[4 * cell], chain[4 * cell + 1], chain[4 * cell + 2],
+                    chain[4 * cell + 3],
+                )  # fmt: skip
+            else:
+                grown = grown + _multiply_8(word, low_tile, high_tile, chain[2 * cell], chain[2 * cell + 1])
+            next_words = next_words + (_words(at[cell], following, tile, N, K, BITS, TILES),)
+        chain = grown
+        if (tile + 1) * CELLS % 4 == 0:
+            _fence(next_words, next_low, next_high, expert, (tile + 1) * CELLS - 4)
+        if tile == 4 // CELLS - 1:
+            next_scales = _scales(scales_at, following, lane, N, K, BLOCKS, BITS, TILES)
+    return chain, next_words, next_scales
 
 
 @triton.jit
@@ -187,9 +211,10 @@ def _inputs(x, chain, lane, e, K: tl.constexpr, TILES: tl.constexpr):
 
 @triton.jit
 def _scales(
-    at, chain, lane, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, PARTS: tl.constexpr, TILES: tl.constexpr
+    at, chain, lane, N: tl.constexpr, K: tl.constexpr, BLOCKS: tl.constexpr, BITS: tl.constexpr, TILES: tl.constexpr
 ):
     """The scales of tiles 2 q and 2 q + 1 of a chain, int64 [32 W, 1] for each tile or for both, of each block."""
+    PARTS: tl.constexpr = BITS // 4
     loaded = ()
     for number in tl.static_range(BLOCKS):
         for odd in tl.static_range(2 // PARTS):
