@@ -13,6 +13,9 @@ and 64 tiles of keys). Here every multiprocessor has one program that takes such
   memory of the queries for those of the next item while this one is computed.
 - results go out through the memory of the gates, 128 bytes of a row at a time instead of 16.
 
+What an item is, the loading warpgroup finds out and leaves in shared memory. A few words that last from item to item
+still go to local memory (24 to 100 bytes of a thread, by shape), at most one of them in a loop over unmasked tiles.
+
 Items are dealt out by a rule, without a counter in memory: the longest first, to the programs from first to last and
 then from last to first, so that the sums of two rounds agree.
 """

@@ -85,14 +85,12 @@ def test_values(name: str, on_torch: None) -> None:
 @on_interpreter
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.parametrize("programs", [1, 2, 5])
-def test_one_program_for_many_tiles_changes_no_bit(
-    name: str, programs: int, on_torch: None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_variants_change_no_bit(name: str, programs: int, on_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(triton_prefill, "_multiprocessors", lambda device: programs)
     inputs = make(CASES[name])
     for out_dtype in (torch.float32, BF16):
         expected = triton_prefill.attention(*inputs.arguments(), tiles=SPECIALIZED, out_dtype=out_dtype)
-        for tiles in (PERSISTENT, PERSISTENT._replace(stages=2, held=True)):
+        for tiles in (SPECIALIZED._replace(held=True), PERSISTENT, PERSISTENT._replace(stages=2, held=True)):
             got = triton_prefill.attention(*inputs.arguments(), tiles=tiles, out_dtype=out_dtype)
             assert torch.equal(got, expected)
 
