@@ -8,6 +8,7 @@ Needs vLLM 0.30 built for CUDA, no engine.
 from __future__ import annotations
 
 import logging
+from functools import partial
 
 import pytest
 import torch
@@ -39,27 +40,17 @@ def kernels() -> list[object]:
 def test_small_layers_equal_the_reference(expert_format: ExpertFormat) -> None:
     layers = [vector_cases.make_layer("cuda", expert_format, size) for size in SMALL]
     other = Shape(2, 4), Shape(2, 4, blocks=2)
-    runs = [
-        lambda layer=layer, shapes=shapes: vector_cases.check(layer, 3, torch.float32, *shapes)
-        for layer in layers
-        for shapes in ((None, None), other)
-    ]
-    compile_only = [lambda layer=layer, shapes=shapes: _launch(layer, *shapes) for layer in layers
-                    for shapes in ((None, None), other)]  # fmt: skip
-    compile_ahead(kernels(), compile_only)
-    for run in runs:
-        run()
+    compile_ahead(kernels(), (partial(launch, layer, *shapes) for layer in layers for shapes in ((None, None), other)))
     for layer in layers:
+        vector_cases.check(layer, 3, torch.float32, *other)
         for tokens in ROWS:
             vector_cases.check(layer, tokens, torch.float32)
     vector_cases.check_nan(layers[0])
 
 
-def _launch(
-    layer: vector_cases.Layer, up: Shape | None, down: Shape | None, dtype: torch.dtype = torch.float32
-) -> None:
+def launch(layer: vector_cases.Layer, up: Shape | None, down: Shape | None) -> None:
     x, weights, chosen = vector_cases.draw(layer, 3)
-    out = torch.empty(x.shape, dtype=dtype, device=x.device)
+    out = torch.empty(x.shape, dtype=torch.float32, device=x.device)
     triton_moe_vector.experts(x, weights, chosen, layer.parameters, vector_cases.CAPS, out, up, down)
 
 
@@ -72,6 +63,8 @@ def test_the_sublayer_equals_the_reference_and_marlin(
     weights, seen = cases.weights_of(moe), []
     moe.capture_fn = seen.append
     monkeypatch.setattr(vector_experts, "_RUNS", {})
+    x = cases.inputs(1, moe, torch.bfloat16)
+    compile_ahead(kernels(), (partial(run_directly, moe, x, *moe._route(x), early=early) for early in (True, False)))
     for rows in ROWS:
         x = cases.inputs(rows, moe, torch.bfloat16)
         monkeypatch.setattr(marlin_experts, "VECTOR_ROWS", 0)
@@ -105,12 +98,14 @@ def check_graph(moe: cases.SparseMoe, x: torch.Tensor, expected: torch.Tensor) -
 
 def check_launches(moe: cases.SparseMoe, x: torch.Tensor, expected: torch.Tensor) -> None:
     """The same bits where the second kernel waits for the first, and for one token alone what it gets in company."""
-    experts = moe.experts
-    parameters = {name: parameter.data for name, parameter in experts.named_parameters()}
-    weights, chosen = moe._route(x)
-    run = lambda rows, early: triton_moe_vector.experts(
-        x[rows].contiguous(), weights[rows].contiguous(), chosen[rows].contiguous(), parameters, experts.caps,
-        torch.empty_like(x[rows]), early=early,
-    )  # fmt: skip
-    every, last = slice(None), slice(x.shape[0] - 1, None)
-    assert torch.equal(run(every, False), expected) and torch.equal(run(last, True), expected[last])
+    inputs = x, *moe._route(x)
+    assert torch.equal(run_directly(moe, *inputs, early=False), expected)
+    assert torch.equal(run_directly(moe, *(tensor[-1:].clone() for tensor in inputs)), expected[-1:])
+
+
+def run_directly(
+    moe: cases.SparseMoe, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor, early: bool = True
+) -> torch.Tensor:
+    parameters = {name: parameter.data for name, parameter in moe.experts.named_parameters()}
+    out = torch.empty_like(x)
+    return triton_moe_vector.experts(x, weights, chosen, parameters, moe.experts.caps, out, early=early)
