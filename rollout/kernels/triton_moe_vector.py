@@ -120,11 +120,11 @@ def _up_kernel(
         part = tl.arange(0, PARTS_2)
         tl.store(arrived + pair // TOP_K * PARTS + part, tl.zeros_like(part), mask=part < PARTS)
     expert = tl.load(experts + pair)
+    factor = tl.load(outer + expert) * _UP_4 if BITS == 4 else _UP_8
     row = x + pair // TOP_K * (HIDDEN // 2)
     pieces = accumulate(
         row, words, scales, expert, block, UNITS, 2 * PADDED, HIDDEN, 2, BITS, TILES, WARPS, True, False
     )
-    factor = tl.load(outer + expert) * _UP_4 if BITS == 4 else _UP_8
     for piece in tl.static_range(2):
         value = situ(pieces[piece] * factor, pieces[piece + 2] * factor, GATE_CAP, UP_CAP)
         tl.store(out + pair * PADDED + block * 64 + columns(piece, BITS), value.to(tl.float16))
@@ -141,11 +141,11 @@ def _down_kernel(
     WIDTH: tl.constexpr = 64 * BLOCKS
     pair, unit = (tl.program_id(0) // UNITS).to(tl.int64), tl.program_id(0) % UNITS
     expert, weight = tl.load(experts + pair), tl.load(weights + pair)
+    factor = weight * (tl.load(outer + expert) * _DOWN_4 if BITS == 4 else _DOWN_8)
     row = x + pair * (PADDED // 2)
     pieces = accumulate(
         row, words, scales, expert, unit * BLOCKS, 1, HIDDEN, PADDED, BLOCKS, BITS, TILES, WARPS, False, EARLY
     )
-    factor = weight * (tl.load(outer + expert) * _DOWN_4 if BITS == 4 else _DOWN_8)
     own = partial + pair * HIDDEN + unit * WIDTH
     for piece in tl.static_range(BLOCKS * 2):
         tl.store(own + piece // 2 * 64 + columns(piece % 2, BITS), pieces[piece] * factor)

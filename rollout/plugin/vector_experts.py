@@ -30,7 +30,7 @@ def runs(layer: MarlinExperts, x_TH: torch.Tensor, top_k: int) -> bool:
     key = x_TH.device, layer.expert_format, hidden, padded, top_k, layer.caps
     if key in _RUNS:
         return _RUNS[key]
-    if torch.cuda.get_device_capability(x_TH.device) < (8, 0) or torch.cuda.is_current_stream_capturing():
+    if torch.cuda.get_device_capability(x_TH.device) < (9, 0) or torch.cuda.is_current_stream_capturing():
         return False
     _RUNS[key] = False  # what the trial compares with is Marlin
     _RUNS[key] = _agrees(layer, x_TH, top_k)

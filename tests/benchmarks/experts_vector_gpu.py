@@ -32,13 +32,13 @@ BYTES_PER_US = 4283e3
 INPUTS = 8
 # None of them spills registers.
 UP: dict[ExpertFormat, tuple[Shape, ...]] = {
-    "nvfp4": (Shape(4), Shape(4, 4, registers=128), Shape(2), Shape(8, 4, registers=128), Shape(4, registers=255)),
+    "nvfp4": (Shape(4), Shape(4, 4, registers=136), Shape(2), Shape(4, registers=255)),
     "mxfp8": (Shape(4, 4), Shape(2, 4), Shape(8, 4), Shape(4, 4, registers=255)),
 }
 DOWN: dict[ExpertFormat, tuple[Shape, ...]] = {
     "nvfp4": (
-        Shape(4, registers=96), Shape(4, blocks=2), Shape(2, registers=96), Shape(2, blocks=2),
-        Shape(4, 4, 2, 128), Shape(4, registers=128),
+        Shape(4, registers=96), Shape(4, 4, 2, 128), Shape(2, registers=96), Shape(2, 8, 2, 184),
+        Shape(4, registers=128), Shape(4, 8, 2, 184),
     ),
     "mxfp8": (Shape(4, 4, registers=96), Shape(2, 4, registers=96), Shape(4, 4, 2), Shape(4, 4, registers=128)),
 }  # fmt: skip

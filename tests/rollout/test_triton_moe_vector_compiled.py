@@ -99,7 +99,7 @@ SIZES = {"HIDDEN": 4608, "PADDED": 2304, "TOP_K": 8, "EARLY": True}
 KERNELS: dict[str, tuple[int, Shape]] = {
     **{f"{name}, {bits} bits": (bits, shape) for (bits, name), shape in SHAPES.items()},
     "up, 4 bits, short chains": (4, Shape(4, 4)),
-    "down, 4 bits, two blocks": (4, Shape(4, 8, 2)),
+    "down, 4 bits, two blocks": (4, Shape(4, 8, 2, 184)),
 }
 
 
