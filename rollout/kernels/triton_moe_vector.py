@@ -91,12 +91,12 @@ def experts(
         parameters.get(f"{name}_scale_2", weights_TK),
     )  # fmt: skip
     with torch.cuda.device_of(x_TH):
-        _up_kernel[(num_rows * top_k * padded // 64,)](
+        _expert_up_kernel[(num_rows * top_k * padded // 64,)](
             x_TH.view(torch.int32), *of("w13_weight"), experts_TK, hidden_NP, arrived, hidden, padded, top_k, parts,
             triton.next_power_of_2(parts), *caps, bits, up.tiles, up.warps, early, num_warps=up.warps,
             maxnreg=up.registers,
         )  # fmt: skip
-        _down_kernel[(num_rows * top_k * parts,)](
+        _expert_down_kernel[(num_rows * top_k * parts,)](
             hidden_NP.view(torch.int32), *of("w2_weight"), experts_TK, weights_TK, partial_NH, arrived, out_TH, hidden,
             padded, top_k, bits, down.blocks, down.tiles, down.warps, early, num_warps=down.warps,
             maxnreg=down.registers,
@@ -106,7 +106,7 @@ def experts(
 
 
 @triton.jit
-def _up_kernel(
+def _expert_up_kernel(
     x, words, scales, outer, experts, out, arrived, HIDDEN: tl.constexpr, PADDED: tl.constexpr, TOP_K: tl.constexpr,
     PARTS: tl.constexpr, PARTS_2: tl.constexpr, GATE_CAP: tl.constexpr, UP_CAP: tl.constexpr, BITS: tl.constexpr,
     TILES: tl.constexpr, WARPS: tl.constexpr, EARLY: tl.constexpr,
@@ -131,7 +131,7 @@ def _up_kernel(
 
 
 @triton.jit
-def _down_kernel(
+def _expert_down_kernel(
     x, words, scales, outer, experts, weights, partial, arrived, out, HIDDEN: tl.constexpr, PADDED: tl.constexpr,
     TOP_K: tl.constexpr, BITS: tl.constexpr, BLOCKS: tl.constexpr, TILES: tl.constexpr, WARPS: tl.constexpr,
     EARLY: tl.constexpr,

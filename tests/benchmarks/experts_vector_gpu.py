@@ -123,7 +123,7 @@ def main() -> None:
         if arguments.sweep:
             calls += [partial(first.vector, up=up) for up in UP[expert_format]]
             calls += [partial(first.vector, down=down) for down in DOWN[expert_format]]
-        compile_ahead([triton_moe_vector._up_kernel, triton_moe_vector._down_kernel], calls)
+        compile_ahead([triton_moe_vector._expert_up_kernel, triton_moe_vector._expert_down_kernel], calls)
         for count in rows:
             measure(steps[count], f"{expert_format} {count:2} rows")
         for count in sorted({rows[0], rows[-1]}) if arguments.sweep else ():

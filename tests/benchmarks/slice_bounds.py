@@ -146,6 +146,8 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
     ("choose_kernel", "router", "align"),
     ("align_kernel", "align", "align"),
     ("activation_kernel", "activation", "expert GEMMs"),
+    ("expert_up_kernel", "expert GEMMs", "expert GEMMs"),
+    ("expert_down_kernel", "expert GEMMs", "expert GEMMs"),
     ("sum_kernel", "sum", "sum"),
     ("softcap_kernel", "unembedding", "unembedding"),
 )

@@ -33,7 +33,7 @@ ROWS = (1, 3, 8)
 
 
 def kernels() -> list[object]:
-    return [triton_moe_vector._up_kernel, triton_moe_vector._down_kernel]
+    return [triton_moe_vector._expert_up_kernel, triton_moe_vector._expert_down_kernel]
 
 
 @pytest.mark.parametrize("expert_format", FORMATS)

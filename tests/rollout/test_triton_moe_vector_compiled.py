@@ -109,10 +109,10 @@ def compiled(name: str) -> Compiled:
     bits, shape = KERNELS[name]
     constants = SIZES | {"BITS": bits, "TILES": shape.tiles, "WARPS": shape.warps}
     if name.startswith("up"):
-        kernel, types = triton_moe_vector._up_kernel, TYPES | {"out": "*fp16"}
+        kernel, types = triton_moe_vector._expert_up_kernel, TYPES | {"out": "*fp16"}
         constants |= {"PARTS": 72 // shape.blocks, "PARTS_2": 128, "GATE_CAP": 4.0, "UP_CAP": 25.0}
     else:
-        kernel, types = triton_moe_vector._down_kernel, TYPES | {"out": "*bf16"}
+        kernel, types = triton_moe_vector._expert_down_kernel, TYPES | {"out": "*bf16"}
         constants |= {"BLOCKS": shape.blocks}
     names = kernel.arg_names
     signature = {n: "constexpr" if n in constants else types[n] for n in names}
