@@ -1,6 +1,6 @@
 """Speed of the routed experts of few tokens on a GPU: `rollout.kernels.triton_moe_vector` against Marlin's path.
 
-    python -m tests.benchmarks.experts_vector_gpu [--formats nvfp4,mxfp8] [--rows 1,2,4,8,16] [--sweep]
+    python -m tests.benchmarks.experts_vector_gpu [--formats nvfp4,mxfp8] [--rows 1,2,4,8,16] [--sweep] [--alone]
 
 One layer of Inkling 2 Small (384 experts of 2304, hidden 4608) with dummy weights, without its router. A time is the
 median over replays of a CUDA graph, per call; eight inputs take turns in it, so that experts come from memory. The
@@ -80,15 +80,14 @@ def timed(steps: Sequence[Step], call: Callable[[Step], object]) -> float:
     return microseconds([partial(call, step) for step in steps], 2 * len(steps))
 
 
-def measure(steps: Sequence[Step], name: str) -> None:
-    bound, error = bound_us(steps), relative_error(steps[0].vector(), steps[0].marlin())
-    marlin, vector = timed(steps, Step.marlin), timed(steps, Step.vector)
+def measure(steps: Sequence[Step], name: str, with_marlin: bool) -> None:
+    bound, vector = bound_us(steps), timed(steps, Step.vector)
     apart = timed(steps, lambda step: step.vector(early=False))
-    print(
-        f"{name}: bound {bound:6.1f} us; vector {vector:6.1f} ({bound / vector:4.0%}), not early {apart:6.1f}; "
-        f"Marlin {marlin:6.1f} ({bound / marlin:4.0%}); differ {error:.0e}",
-        flush=True,
-    )
+    line = f"{name}: bound {bound:6.1f} us; vector {vector:6.1f} ({bound / vector:4.0%}), not early {apart:6.1f}"
+    if with_marlin:
+        error, marlin = relative_error(steps[0].vector(), steps[0].marlin()), timed(steps, Step.marlin)
+        line += f"; Marlin {marlin:6.1f} ({bound / marlin:4.0%}); differ {error:.0e}"
+    print(line, flush=True)
 
 
 def sweep(steps: Sequence[Step], expert_format: ExpertFormat, name: str) -> None:
@@ -111,6 +110,7 @@ def main() -> None:
     parser.add_argument("--formats", default="nvfp4,mxfp8")
     parser.add_argument("--rows", default="1,2,4,8,16")
     parser.add_argument("--sweep", action="store_true", help="also other launches, for the first and last of rows")
+    parser.add_argument("--alone", action="store_true", help="without Marlin, which a driver compiles for a minute")
     arguments = parser.parse_args()
     marlin_experts.VECTOR_ROWS = 0
     rows = [int(count) for count in arguments.rows.split(",")]
@@ -125,7 +125,7 @@ def main() -> None:
             calls += [partial(first.vector, down=down) for down in DOWN[expert_format]]
         compile_ahead([triton_moe_vector._expert_up_kernel, triton_moe_vector._expert_down_kernel], calls)
         for count in rows:
-            measure(steps[count], f"{expert_format} {count:2} rows")
+            measure(steps[count], f"{expert_format} {count:2} rows", not arguments.alone)
         for count in sorted({rows[0], rows[-1]}) if arguments.sweep else ():
             sweep(steps[count], expert_format, f"{expert_format} {count:2} rows")
         del moe, steps, first, calls
