@@ -97,7 +97,7 @@ _TRITON = {
     "skinny_linear": ("triton_skinny", "linear"),
     "skinny_logits": ("triton_skinny", "softcap_logits"),
 }
-SKINNY_ROWS = 0
+SKINNY_ROWS = 16
 """Up to 32 (`triton_skinny.MOST_ROWS`); 0 leaves those kernels alone, and they are not tried either."""
 
 FALLBACKS = Kernels(**_FALLBACKS, fell_back=tuple(_FALLBACKS))
