@@ -62,17 +62,19 @@ def forward(
         if id(conv_batch) not in sources:
             sources[id(conv_batch)] = kernels.tap_sources(conv_batch, hidden_TH.shape[0], state_BNC.shape[1])
         step = ConvStep(state_BNC, sources[id(conv_batch)], conv_batch.slots)
-        attended_TH = attend(layer.self_attn, kernels, inputs_QTH, positions_T, step, pages.view(), metadata[pages.key])
         if layer.opens_block:
             residuals.close()
-        mixed_QTH = conv_mix(
-            kernels, attended_TH, layer.post_attention_convolution, step, residuals, opens=layer.opens_block,
+        # Under the old name: while the experts run, which takes the most memory, what came before is freed.
+        inputs_QTH = conv_mix(
+            kernels,
+            attend(layer.self_attn, kernels, inputs_QTH, positions_T, step, pages.view(), metadata[pages.key]),
+            layer.post_attention_convolution, step, residuals, opens=layer.opens_block,
             queries_QH=layer.mlp_input.query[None], weights_QH=layer.post_attention_layernorm.weight[None],
             eps=layer.norm_eps,
         )  # fmt: skip
         queries_QH, weights_QH = next_input(model, index)
         inputs_QTH = conv_mix(
-            kernels, layer.mlp(mixed_QTH[0]), layer.post_mlp_convolution, step, residuals, opens=False,
+            kernels, layer.mlp(inputs_QTH[0]), layer.post_mlp_convolution, step, residuals, opens=False,
             queries_QH=queries_QH, weights_QH=weights_QH, eps=layer.norm_eps,
         )  # fmt: skip
     return inputs_QTH[0]
@@ -200,4 +202,5 @@ def reserve(model: TextModel, hidden_TH: torch.Tensor) -> torch.Tensor:
     residuals = Residuals(-(-len(model.layers) // model.shape.layers_per_block), hidden_TH)
     whole_TC = F.linear(hidden_TH, attention.shared.inputs)
     del whole_TC
-    return layer.mlp(residuals.planes[0])
+    mixed_TH = residuals.planes[0].clone()
+    return layer.mlp(mixed_TH)
