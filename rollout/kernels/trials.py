@@ -157,19 +157,21 @@ def _prepare(sizes: Sizes) -> Iterator[Trial]:
 
 def _conv_mix(sizes: Sizes) -> Iterator[Trial]:
     is_full = any(kind.window is None for kind in sizes.attention)
-    # Few rows and many take different programs.
-    for queries, step in product((1, 3) if is_full else (1,), (STEP, ((5, 300),))):
+    # Few rows and many take different programs; where a block opens, there is nothing to add to.
+    for queries, step, opens in [*product((1, 3) if is_full else (1,), (STEP, ((5, 300),)), (False,)), (1, STEP, True)]:
         draw = _Draw()
         batch, rows = _batch(step, sizes.conv_page)
         state = draw(int(batch.block_table.max()) + 1, sizes.conv_page, sizes.hidden, dtype=sizes.state_dtype)
         rows_of = lambda *shape, draw=draw: draw(*shape, sizes.hidden, dtype=sizes.dtype)
         arguments = (
             rows_of(rows), state, fallback.tap_sources(batch, rows, sizes.conv_page), batch.slots,
-            draw(4, sizes.hidden).t()[:, None], rows_of(rows), rows_of(5, rows), draw(queries, sizes.hidden),
-            draw(queries, sizes.hidden), 1e-6, 1e-6, torch.zeros(rows, sizes.hidden, dtype=sizes.dtype),
+            draw(4, sizes.hidden).t()[:, None], None if opens else rows_of(rows), rows_of(5, rows),
+            draw(queries, sizes.hidden), draw(queries, sizes.hidden), 1e-6, 1e-6,
+            torch.zeros(rows, sizes.hidden, dtype=sizes.dtype),
             torch.zeros(queries, rows, sizes.hidden, dtype=sizes.dtype),
         )  # fmt: skip
-        yield Trial(f"{queries} outputs, {rows} rows", arguments, LIMITS[sizes.dtype], (1, 11, 12))
+        what = f"{queries} outputs, {rows} rows{', a new block' if opens else ''}"
+        yield Trial(what, arguments, LIMITS[sizes.dtype], (1, 11, 12))
 
 
 def _route(sizes: Sizes) -> Iterator[Trial]:

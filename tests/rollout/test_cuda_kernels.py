@@ -133,6 +133,18 @@ def test_a_kernel_that_computes_something_else_is_found(
     assert ("without CUDA graphs" in record.message) == (not kernels.capturable)
 
 
+def test_a_new_block_is_tried_as_well(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """Without a running block to add to, `conv_mix` is other code."""
+
+    def kernel(*arguments: Any) -> None:
+        (spoiled("conv_mix") if arguments[5] is None else fallback.conv_mix)(*arguments)
+
+    with_kernel(monkeypatch, "conv_mix", kernel)
+    with caplog.at_level(logging.WARNING):
+        assert cuda.load(CPU, SIZES, strict=False).fell_back == ("conv_mix",)
+    assert "1 outputs, 9 rows, a new block: it computes something else" in caplog.text
+
+
 def test_a_kernel_that_is_not_launched_falls_back_or_stops_the_start(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
