@@ -15,6 +15,10 @@ from rollout.kernels.gluon_ring import KEYS, ROWS
 LOG2_E = gl.constexpr(1.4426950408889634)
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
+# Prompts beside decoding requests are a later part of a step's tensors, which begins anywhere, and a table is as wide
+# as an engine's longest request: the same code for all, or an engine would compile in the middle of serving.
+NOT_CONSTANT = ("requests", "num_rows", "stride_table")
+ANYWHERE = ("query_start", "seq_lens", "block_table")
 
 
 @gluon.jit

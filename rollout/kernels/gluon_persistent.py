@@ -32,8 +32,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rollout.kernels.gluon_items import (
+    ANYWHERE,
     LOG2_E,
     NARROW,
+    NOT_CONSTANT,
     WIDE,
     advanced,
     clipped,
@@ -71,7 +73,7 @@ PUT = gl.constexpr("st.shared.b32 [$1], $2; mov.b32 $0, 0;")
 TAKE = gl.constexpr("ld.shared.b32 $0, [$1];")
 
 
-@gluon.jit(do_not_specialize=["requests", "num_rows"])
+@gluon.jit(do_not_specialize=NOT_CONSTANT, do_not_specialize_on_alignment=ANYWHERE)
 def persistent_kernel(
     q, r, sink, gate, kv, out, q_scale, r_scale, table, query_start, seq_lens, block_table,
     requests, num_rows, q_clip, r_clip, alpha, floor,

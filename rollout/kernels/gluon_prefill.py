@@ -38,8 +38,10 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 
 from rollout.kernels.gluon_items import (
+    ANYWHERE,
     LOG2_E,
     NARROW,
+    NOT_CONSTANT,
     WIDE,
     advanced,
     clipped,
@@ -87,7 +89,7 @@ SCALE = gl.constexpr(
 IN_PLACE = gl.constexpr(",".join(["=f"] * 64 + [str(n) for n in range(64)] + ["f"] * 64))
 
 
-@gluon.jit(do_not_specialize=["requests", "num_rows"])
+@gluon.jit(do_not_specialize=NOT_CONSTANT, do_not_specialize_on_alignment=ANYWHERE)
 def prefill_kernel(
     q, r, sink, gate, kv, out, q_scale, r_scale, table, query_start, seq_lens, block_table,
     requests, num_rows, q_clip, r_clip, alpha, floor,

@@ -37,7 +37,7 @@ def project(x_JTH: torch.Tensor, weight_JNH: torch.Tensor) -> torch.Tensor:
     return out_JTN
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _project_kernel(
     x, weight, out, stride_job, stride_row, num_rows, N: tl.constexpr, HIDDEN: tl.constexpr, OUTPUTS: tl.constexpr,
     BLOCK: tl.constexpr,

@@ -155,7 +155,8 @@ def compiled(name: str) -> tuple[str, str, int]:
     names = kernel.arg_names
     types = TYPES | dict.fromkeys(("q", "r", "gate", "kv", "out"), "*bf16")
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
-    aligned = [n for n in names if signature[n].startswith("*") or n.startswith("stride")]
+    fixed = {p.name for p in kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
+    aligned = [n for n in names if n not in fixed and (signature[n].startswith("*") or n.startswith("stride"))]
     source = GluonASTSource(
         fn=kernel,
         signature=signature,
@@ -176,6 +177,18 @@ def tile_loops(name: str, loaded: int, products: int) -> list[list[str]]:
     """The loops over tiles of a warpgroup: by how many copies they start and products they issue."""
     short = [loop for loop in loops(compiled(name)[0]) if len(loop) < 1000]
     return [loop for loop in short if (count(loop, "LDGSTS"), count(loop, "HGMMA")) == (loaded, products)]
+
+
+@pytest.mark.skipif(INTERPRETED, reason="about what is compiled")
+def test_part_of_a_step_runs_the_code_of_a_whole_one() -> None:
+    """An engine does not compile anew for where prompts begin among requests, nor for the width of its tables."""
+    for kernel in (
+        triton_prefill._prefill_kernel, gluon_prefill.prefill_kernel, gluon_persistent.persistent_kernel
+    ):  # fmt: skip
+        parameters = {parameter.name: parameter for parameter in kernel.params}
+        assert all(parameters[name].do_not_specialize for name in ("requests", "num_rows", "stride_table"))
+        anywhere = [name for name, parameter in parameters.items() if parameter.do_not_specialize_on_alignment]
+        assert anywhere == ["query_start", "seq_lens", "block_table"]
 
 
 @compiled_only
