@@ -26,8 +26,7 @@ import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels import gluon_persistent, gluon_prefill
-from rollout.kernels.gluon_items import ANYWHERE, NOT_CONSTANT
+from rollout.kernels import gluon_items, gluon_persistent, gluon_prefill
 from rollout.kernels.paged import PagedBatch
 from rollout.kernels.triton_bias import (
     LOG2_E,
@@ -214,7 +213,7 @@ def _check(kv_BKNC: torch.Tensor, head_dim: int, rel: int, window: int | None) -
         raise ValueError(f"window must be at least 1 for attention on a GPU; got {window}.")
 
 
-@triton.jit(do_not_specialize=NOT_CONSTANT, do_not_specialize_on_alignment=ANYWHERE)
+@triton.jit(do_not_specialize=gluon_items.NOT_CONSTANT, do_not_specialize_on_alignment=gluon_items.ANYWHERE)
 def _prefill_kernel(
     q, r, sink, gate, kv, out, q_scale, r_scale, table, query_start, seq_lens, block_table,
     requests, num_rows, q_clip, r_clip, alpha, floor,
