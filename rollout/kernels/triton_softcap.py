@@ -7,21 +7,23 @@ import triton
 import triton.language as tl
 
 _BLOCK = 2048
+# Rows whose logits lie in memory twice at a time: a prompt's log-probabilities are asked for a thousand rows at once.
+_ROWS = 256
 
 
 def softcap_logits(x_TH: torch.Tensor, weight_VH: torch.Tensor, cap: float, padded_size: int) -> torch.Tensor:
     """`cap tanh(x W^T / cap)`, float32 [T, padded_size]; -inf beyond the weight's rows. The product is not rounded."""
-    x_TH = x_TH.to(weight_VH.dtype)
-    if weight_VH.dtype == torch.float32:
-        logits_TV = x_TH @ weight_VH.t()
-    else:
-        logits_TV = torch.mm(x_TH, weight_VH.t(), out_dtype=torch.float32)
-    out_TP = logits_TV.new_empty(logits_TV.shape[0], padded_size)
-    if out_TP.numel():
-        with torch.cuda.device_of(x_TH):
-            _softcap_kernel[(triton.cdiv(padded_size, _BLOCK), out_TP.shape[0])](
-                logits_TV, out_TP, logits_TV.shape[1], padded_size, cap, 1.0 / cap, _BLOCK
-            )
+    out_TP = torch.empty(x_TH.shape[0], padded_size, dtype=torch.float32, device=x_TH.device)
+    for x_RH, out_RP in zip(x_TH.to(weight_VH.dtype).split(_ROWS), out_TP.split(_ROWS), strict=True):
+        if weight_VH.dtype == torch.float32:
+            logits_RV = x_RH @ weight_VH.t()
+        else:
+            logits_RV = torch.mm(x_RH, weight_VH.t(), out_dtype=torch.float32)
+        if out_RP.numel():
+            with torch.cuda.device_of(x_TH):
+                _softcap_kernel[(triton.cdiv(padded_size, _BLOCK), out_RP.shape[0])](
+                    logits_RV, out_RP, logits_RV.shape[1], padded_size, cap, 1.0 / cap, _BLOCK
+                )
     return out_TP
 
 

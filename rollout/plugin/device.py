@@ -46,6 +46,8 @@ HEAD_DIMS = (16, 32, 64, 128)
 REL_DIMS = (16, 32, 64)
 MAX_GROUP = 8
 """Query heads per key/value head: with the 8 tokens of a verified draft they share a tile of 64 rows."""
+MAX_SEQS = 4096
+"""Requests of a step: decode attention reads all lengths as one vector."""
 
 
 def gpu() -> Gpu:
@@ -85,7 +87,9 @@ def check_device(vllm_config: Any) -> None:
     if vllm_config.lora_config is not None:
         # vLLM 0.30's LoRA kernels assert this in the first step that has an adapter.
         dtype = vllm_config.model_config.dtype
-        _require("dtype", dtype == torch.bfloat16, "bfloat16 where adapters are loaded", dtype)
+        _require("dtype", dtype == torch.bfloat16, "bfloat16 where adapters are loaded", dtype, "Set it to bfloat16")
+    seqs = vllm_config.scheduler_config.max_num_seqs
+    _require("max_num_seqs", seqs <= MAX_SEQS, f"{MAX_SEQS} or less", seqs, "Lower it")
     shape = ModelShape.from_config(vllm_config.model_config.hf_text_config)
     _require("d_rel", shape.d_rel in REL_DIMS, _one_of(REL_DIMS), shape.d_rel)
     for prefix, kind in (("", shape.full), ("swa_", shape.sliding)):
@@ -138,6 +142,8 @@ def _one_of(values: tuple[int, ...]) -> str:
     return f"one of {', '.join(map(str, values))}"
 
 
-def _require(name: str, holds: bool, requirement: str, value: object) -> None:
+def _require(
+    name: str, holds: bool, requirement: str, value: object, remedy: str = "Run it on a CPU or use another engine"
+) -> None:
     if not holds:
-        raise EngineError(f"{name} must be {requirement} on a GPU; got {value}. Run it on a CPU or use another engine")
+        raise EngineError(f"{name} must be {requirement} on a GPU; got {value}. {remedy}")

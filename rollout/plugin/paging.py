@@ -74,8 +74,9 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
 def divide(batch: PagedBatch, query_start: torch.Tensor, longest: int) -> PagedMetadata:
     """Requests of few rows for the decode kernel, and those after the first longer one for the prefill kernel.
 
-    vLLM's V2 runner sorts a batch by rows per request, so this is all of them in either. Counts of rows are rounded up
-    to powers of two, because every count is a kernel to compile.
+    vLLM's V2 runner sorts a batch by rows per request, so this is all of them in either, unless drafts of more than 7
+    tokens come first: then the prefill kernel takes all. Counts of rows are rounded up to powers of two, because every
+    count is a kernel to compile.
 
     Args:
         batch: of the step.

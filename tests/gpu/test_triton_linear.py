@@ -21,7 +21,7 @@ def test_project(dtype: torch.dtype, jobs: int, outputs: int, hidden: int, rows:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("rows", [1, 33])
+@pytest.mark.parametrize("rows", [1, 33, 600])
 def test_softcap(dtype: torch.dtype, rows: int) -> None:
     cases.check_softcap("cuda", dtype, rows, vocabulary=5003, padded=5120, hidden=4608)
     cases.check_softcap("cuda", dtype, rows, vocabulary=96, padded=96, hidden=128)

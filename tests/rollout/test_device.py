@@ -48,7 +48,11 @@ def on(monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int] | None, name
 
 
 def settings(
-    dtype: torch.dtype = torch.bfloat16, cache_dtype: str = "auto", lora_config: object = None, **text: Any
+    dtype: torch.dtype = torch.bfloat16,
+    cache_dtype: str = "auto",
+    lora_config: object = None,
+    max_num_seqs: int = 256,
+    **text: Any,
 ) -> Any:
     """As much of a vLLM configuration as the checks read; `text` changes the model."""
     config = Inkling2TextConfig(**(tiny_config()["text_config"] | text))
@@ -56,6 +60,7 @@ def settings(
         model_config=SimpleNamespace(dtype=dtype, quantization=None, hf_text_config=config),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=64),
         lora_config=lora_config,
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
     )
 
@@ -106,7 +111,8 @@ def test_blackwell_must_be_asked_for(
     ({"head_dim": 256}, "head_dim must be one of 16, 32, 64, 128 on a GPU; got 256"),
     ({"swa_head_dim": 256}, "swa_head_dim must be one of 16, 32, 64, 128 on a GPU; got 256"),
     ({"dtype": torch.float32, "lora_config": object()},
-     r"dtype must be bfloat16 where adapters are loaded on a GPU; got torch\.float32"),
+     r"dtype must be bfloat16 where adapters are loaded on a GPU; got torch\.float32\. Set it to bfloat16"),
+    ({"max_num_seqs": 4097}, r"max_num_seqs must be 4096 or less on a GPU; got 4097\. Lower it"),
     ({"d_rel": 48}, "d_rel must be one of 16, 32, 64 on a GPU; got 48"),
     ({"num_attention_heads": 20, "num_key_value_heads": 2},
      "num_attention_heads / num_key_value_heads must be 8 or less on a GPU; got 10"),

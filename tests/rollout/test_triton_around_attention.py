@@ -38,7 +38,7 @@ HERE = Path(__file__).parent
 
 
 def test_parity_under_the_interpreter() -> None:
-    files = [f"{HERE}/test_triton_{noun}.py" for noun in ("conv_mix", "preparation", "router", "activation")]
+    files = [f"{HERE}/test_triton_{noun}.py" for noun in ("conv_mix", "preparation", "router", "activation", "linear")]
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *files],
         check=False, capture_output=True, text=True, cwd=HERE.parents[1],

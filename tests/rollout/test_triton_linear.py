@@ -20,4 +20,5 @@ def test_project(dtype: torch.dtype) -> None:
 
 
 def test_softcap() -> None:
+    cases.check_softcap("cpu", torch.float32, rows=258, vocabulary=3, padded=4, hidden=16)
     cases.check_softcap("cpu", torch.float32, rows=2, vocabulary=70, padded=96, hidden=32)
