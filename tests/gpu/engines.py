@@ -10,6 +10,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -87,9 +88,14 @@ class Watched:
 
 @contextlib.contextmanager
 def engine(path: str | Path, **arguments: Any) -> Iterator[Watched]:
-    """A vLLM engine on the GPU, ended with the block."""
-    os.environ.update(engine_environment("cuda"))
-    os.environ |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    """A vLLM engine on the GPU, ended with the block, and so is its environment."""
+    environment = engine_environment("cuda")
+    environment |= {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "VLLM_LOGGING_LEVEL": "WARNING"}
+    with mock.patch.dict(os.environ, environment):
+        yield from _engine(path, arguments)
+
+
+def _engine(path: str | Path, arguments: dict[str, Any]) -> Iterator[Watched]:
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
 

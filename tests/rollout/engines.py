@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -45,9 +46,13 @@ def oracle_logprobs(model: Any, token_ids: list[int]) -> torch.Tensor:
 
 @contextlib.contextmanager
 def engine(path: str | Path, **arguments: Any) -> Iterator[Any]:
-    """A vLLM engine in this process, ended with the block."""
-    os.environ.update({key: value for key, value in engine_environment("cpu").items() if value})
-    os.environ["VLLM_LOGGING_LEVEL"] = "WARNING"
+    """A vLLM engine in this process, ended with the block; so is its environment, which later tests would inherit."""
+    environment = {key: value for key, value in engine_environment("cpu").items() if value}
+    with mock.patch.dict(os.environ, environment | {"VLLM_LOGGING_LEVEL": "WARNING"}):
+        yield from _engine(path, arguments)
+
+
+def _engine(path: str | Path, arguments: dict[str, Any]) -> Iterator[Any]:
     torch.set_num_threads(1)
     from vllm import LLM
     from vllm.distributed.parallel_state import cleanup_dist_env_and_memory
