@@ -157,7 +157,7 @@ def _prepare(sizes: Sizes) -> Iterator[Trial]:
 
 def _conv_mix(sizes: Sizes) -> Iterator[Trial]:
     is_full = any(kind.window is None for kind in sizes.attention)
-    # Few rows and many take different programs; where a block opens, there is nothing to add to.
+    # Few rows and many may take different programs (`triton_conv_mix.TILES`); where a block opens, nothing is added.
     for queries, step, opens in [*product((1, 3) if is_full else (1,), (STEP, ((5, 300),)), (False,)), (1, STEP, True)]:
         draw = _Draw()
         batch, rows = _batch(step, sizes.conv_page)
