@@ -196,5 +196,6 @@ def _experts(stored: dict[str, torch.Tensor], prefix: str, matrix: str, dtype: t
 
 def _engine_experts(stored: dict[str, torch.Tensor], prefix: str, kept: Kept) -> Iterator[tuple[str, torch.Tensor]]:
     for matrix in marlin.matrices_from_release(stored, kept.expert_format, device=kept.device, name=prefix):
-        for key, tensor in matrix.items():
-            yield f"{kept.module}.{key}", tensor
+        while matrix:  # what was taken is let go: the next matrix must not find this one on the device
+            key = next(iter(matrix))
+            yield f"{kept.module}.{key}", matrix.pop(key)

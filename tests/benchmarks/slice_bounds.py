@@ -7,6 +7,7 @@ the chosen experts and of the keys that a query sees, not the masked halves of t
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -92,9 +93,9 @@ def _attention_bytes(shape: ModelShape, kind: AttentionShape, work: Work) -> dic
     return {
         "projections": (outputs * BF16 + small * F32) * (hidden + rows) + inputs * rows * hidden * BF16,
         # In: q, k, v, r and the inputs that came before. Out: q, r, a row of pages, a row of convolution state.
-        "prepare": rows * (2 * q + 6 * k) * BF16 + rows * r * (BF16 + F32) + work.earlier(taps) * 2 * k * BF16,
+        "prepare": rows * (2 * q + 6 * k) * BF16 + rows * r * 2 * BF16 + work.earlier(taps) * 2 * k * BF16,
         "attention": work.visible(kind.window) * 2 * k * BF16
-        + rows * (3 * q * BF16 + (r + kind.num_heads) * F32)
+        + rows * ((3 * q + r) * BF16 + kind.num_heads * F32)
         + shape.d_rel * kind.rel_extent * F32,
         "o-projection": q * hidden * BF16 + rows * (q + hidden) * BF16,
     }
@@ -146,6 +147,7 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
     ("choose_kernel", "router", "align"),
     ("align_kernel", "align", "align"),
     ("activation_kernel", "activation", "expert GEMMs"),
+    ("product_kernel", "expert GEMMs", "sum"),
     ("expert_up_kernel", "expert GEMMs", "expert GEMMs"),
     ("expert_down_kernel", "expert GEMMs", "expert GEMMs"),
     ("sum_kernel", "sum", "sum"),
@@ -178,6 +180,18 @@ def parts_of(names: Sequence[str], num_layers: int) -> list[str]:
     if mixes != 2 * num_layers:
         raise ValueError(f"a step of {num_layers} layers must mix {2 * num_layers} times; got {mixes} in {names[:9]}")
     return parts
+
+
+def lengths_alone(ranges: Sequence[tuple[float, float]]) -> list[float]:
+    """How long each ran after all before it had ended, given (start, end) in the order of their starts.
+
+    A kernel that is launched early waits inside its own time; what it waits for is counted where it ran.
+    """
+    lengths, ended = [], -math.inf
+    for start, end in ranges:
+        lengths.append(max(0.0, end - max(start, ended)))
+        ended = max(ended, end)
+    return lengths
 
 
 def split_steps(names: Sequence[str], steps: int) -> list[range]:

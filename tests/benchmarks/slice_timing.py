@@ -109,7 +109,10 @@ def measure_rates() -> dict[str, float]:
 def timeline(
     run: Callable[[], object], num_layers: int, replays: int = 5
 ) -> tuple[dict[str, float], dict[str, int], list[tuple[str, str, int, float]]]:
-    """Microseconds and kernels per part of a step, and every kernel as (part, name, launches, microseconds)."""
+    """Microseconds and kernels per part of a step, and every kernel as (part, name, launches, microseconds).
+
+    Of kernels that overlap, the later one counts from the end of the earlier one.
+    """
     run()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA], acc_events=True) as profile:
@@ -121,11 +124,12 @@ def timeline(
     on_device.sort(key=lambda event: event.time_range.start)
     pieces = slice_bounds.split_steps([event.name for event in on_device], replays)
     names = [on_device[i].name for i in pieces[0]]
+    alone = slice_bounds.lengths_alone([(event.time_range.start, event.time_range.end) for event in on_device])
     times = dict.fromkeys(slice_bounds.PARTS, 0.0)
     launches = dict.fromkeys(slice_bounds.PARTS, 0)
     kernels: dict[tuple[str, str], list[float]] = {}
     for place, part in enumerate(slice_bounds.parts_of(names, num_layers)):
-        lengths = sorted(on_device[piece[place]].time_range.elapsed_us() for piece in pieces)
+        lengths = sorted(alone[piece[place]] for piece in pieces)
         times[part] += lengths[replays // 2]
         launches[part] += 1
         kernels.setdefault((part, names[place][:120]), []).append(lengths[replays // 2])

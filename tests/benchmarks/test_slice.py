@@ -127,6 +127,17 @@ def test_every_kernel_has_its_part() -> None:
         slice_bounds.split_steps([*names, *names[:-1], "another"], 2)
 
 
+def test_products_of_many_tokens_are_the_experts() -> None:
+    names = [name.replace("void marlin_moe_wna16::Marlin<1>", "product_kernel") for name, _ in STEP]
+    names = [name.replace("marlin_moe_wna16::Marlin<1>", "product_kernel") for name in names]
+    assert slice_bounds.parts_of(names, 2) == [part for _, part in STEP]
+
+
+def test_a_kernel_that_waits_for_another_counts_from_its_end() -> None:
+    ranges = [(0.0, 4.0), (1.0, 6.0), (2.0, 5.0), (8.0, 9.0)]
+    assert slice_bounds.lengths_alone(ranges) == [4.0, 2.0, 0.0, 1.0]
+
+
 def test_a_row_of_the_table_says_what_bounds_it() -> None:
     nothing = dict.fromkeys(slice_bounds.PARTS, 0.0)
     rows = slice_bounds.table(

@@ -137,7 +137,7 @@ def test_loading_converts_on_the_device_in_little_memory(expert_format: ExpertFo
     layer = sum(tensor.nbytes for tensor in stored.values())
     more = torch.cuda.max_memory_allocated() - before
     print(f"{expert_format}: {more / layer:.2f} layers of memory beside the model")
-    assert more < layer and torch.cuda.memory_allocated() == before
+    assert more < 0.8 * layer and torch.cuda.memory_allocated() == before
     for key, expected in marlin.from_release(stored, expert_format).items():
         got = model.get_parameter(f"model.layers.0.mlp.experts.{key}")
         assert got.dtype == expected.dtype and torch.equal(got.view(torch.uint8).cpu(), expected.view(torch.uint8))

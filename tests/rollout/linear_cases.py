@@ -19,7 +19,10 @@ def check_project(device: str, dtype: torch.dtype, jobs: int, rows: int, outputs
 
 
 def check_softcap(device: str, dtype: torch.dtype, rows: int, vocabulary: int, padded: int, hidden: int) -> None:
-    """Against float64: values about 0, where a careless tanh cancels, and beyond the cap."""
+    """Against float64: values about 0, where a careless tanh cancels, and beyond the cap.
+
+    A product is as exact as float32 sums are, which is in proportion to its rows' norms, not to its value.
+    """
     generator = torch.Generator(device).manual_seed(rows)
     x_TH = torch.randn(rows, hidden, generator=generator, device=device).to(dtype)
     weight_VH = torch.randn(vocabulary, hidden, generator=generator, device=device).to(dtype)
@@ -29,4 +32,6 @@ def check_softcap(device: str, dtype: torch.dtype, rows: int, vocabulary: int, p
     exact = 20 * torch.tanh(x_TH.double() @ weight_VH.double().t() / 20)
     assert logits_TP.dtype == torch.float32 and logits_TP.shape == (rows, padded)
     assert bool((logits_TP[:, vocabulary:] == float("-inf")).all())
-    torch.testing.assert_close(logits_TP[:, :vocabulary].double(), exact, rtol=2e-5, atol=2e-6)
+    norms_TV = x_TH.double().norm(dim=1)[:, None] * weight_VH.double().norm(dim=1)
+    error_TV = (logits_TP[:, :vocabulary].double() - exact).abs()
+    assert bool((error_TV <= 2e-6 + 2e-5 * exact.abs() + 2e-7 * norms_TV).all())

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable
 from pathlib import Path
 from types import SimpleNamespace
@@ -103,6 +104,24 @@ def test_conversion_on_another_device_is_the_same(stored: dict[int, dict[str, to
         moved |= matrix
     assert moved.keys() == whole.keys() == expected.keys() and len(moved["w2_weight"]) == 48
     assert all(same_bytes(moved[key], whole[key]) for key in whole)
+
+
+def test_a_matrix_is_let_go_before_the_next_is_made(
+    stored: dict[int, dict[str, torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU holds beside the model while it loads."""
+    made, alive, engine_matrix = [], [], marlin._engine_matrix
+
+    def watched(*arguments: Any) -> dict[str, torch.Tensor]:
+        alive.append([matrix() is not None for matrix in made])
+        engine = engine_matrix(*arguments)
+        made.append(weakref.ref(next(iter(engine.values()))))
+        return engine
+
+    monkeypatch.setattr(marlin, "_engine_matrix", watched)
+    model = Inkling2Part(shape_of(FORMATS, num_hidden_layers=2, layer_types=["hybrid"] * 2))
+    loader.load(model, [pair for layer in stored for pair in named(stored[layer], layer)] + [NORM])
+    assert alive == [[False] * number for number in range(4)]
 
 
 def test_live_updates_bring_whole_layers(stored: dict[int, dict[str, torch.Tensor]]) -> None:
