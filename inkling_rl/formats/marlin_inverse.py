@@ -92,15 +92,30 @@ def dequantize(
     """
     _check_engine(engine, expert_format, width, name)
     codes, scales = _unpacked(engine, matrix, expert_format, width)
+    return _values(codes, scales, engine.get(f"{matrix}_scale_2"), expert_format).to(dtype)
+
+
+def matrix_values(
+    weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor | None, expert_format: ExpertFormat
+) -> torch.Tensor:
+    """`dequantize` of one matrix, float32 `[E, N, K]` in the engine's own rows: gate, up, padding included."""
+    codes = torch_marlin.unpack_weight(weight, BITS[expert_format])
+    return _values(codes, torch_marlin.unpermute_scales(scale.view(torch.uint8)), scale_2, expert_format)
+
+
+def _values(
+    codes: torch.Tensor, scales: torch.Tensor, scale_2: torch.Tensor | None, expert_format: ExpertFormat
+) -> torch.Tensor:
     if expert_format == "mxfp8":
         factors = torch.where(scales == 0, 0.0, mxfp8.e8m0_values(scales))
         blocks = codes.view(torch.float8_e4m3fn).float().unflatten(-1, (-1, mxfp8.BLOCK_SIZE))
-        return (blocks * factors[..., None]).flatten(-2).to(torch.bfloat16).to(dtype)
+        return (blocks * factors[..., None]).flatten(-2).to(torch.bfloat16).float()
+    assert scale_2 is not None
     blocks = nvfp4.e2m1_values(codes).unflatten(-1, (-1, nvfp4.BLOCK_SIZE))
     values = (blocks * reference.scale_values(scales)[..., None]).flatten(-2)
     # The product is exact in float64: 30 significant bits, and 2^126 = 2^7 of the scales and 2^119 of the outer scale.
-    outer = engine[f"{matrix}_scale_2"].double() * 2.0**-126
-    return (values.double() * outer[:, None, None]).float().to(dtype)
+    outer = scale_2.double() * 2.0**-126
+    return (values.double() * outer[:, None, None]).float()
 
 
 def _check_engine(engine: Mapping[str, torch.Tensor], expert_format: ExpertFormat, width: int, name: str) -> None:

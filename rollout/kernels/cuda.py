@@ -5,6 +5,10 @@ first request each one runs on a small input with the model's sizes and is compa
 One that does not compile or launch, or that computes something else, is replaced by that fallback after one warning, or
 stops the start (`strict`). What a kernel must get right is the business of tests/gpu, not of this check.
 
+Some kernels take the place of a vendor's where they are faster: `SKINNY_ROWS`, `VECTOR_ROWS` and `MIN_PAIRS` say where.
+Those are tried in the same way and are as strict, but where one does not run the vendor's does, and where none is used
+none is tried.
+
 Not the dispatch by device (`rollout.kernels.ops` does that for the CPU), nor what runs on another GPU than it was
 written for (`rollout.plugin.device`).
 """
@@ -23,7 +27,8 @@ from typing import Any
 import torch
 
 from inkling_rl.native import KERNELS_ENV
-from rollout.kernels import fallback
+from rollout.kernels import expert_trials, fallback
+from rollout.kernels.expert_trials import EXPERT_TRIALS
 from rollout.kernels.trials import TRIALS, Sizes, Trial, moved, worst_error
 
 __all__ = ["FALLBACKS", "KernelError", "Kernels", "Sizes", "load"]
@@ -53,11 +58,19 @@ class Kernels:
     skinny_inputs: Callable[..., tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]]
     skinny_linear: Callable[..., torch.Tensor]
     skinny_logits: Callable[..., torch.Tensor]
+    vector_experts: Callable[..., torch.Tensor]
+    grouped_product: Callable[..., torch.Tensor]
     fell_back: tuple[str, ...] = ()
-    """Names of the fields above that are fallbacks."""
+    """Names of the fields above that were tried and are fallbacks, or not called."""
 
     few_rows: int = 0
     """Up to so many rows a step's products are the three `skinny` kernels', beyond torch's and `project`'s."""
+
+    vector_rows: int = 0
+    """Up to so many rows experts in Marlin's layout are `vector_experts`'."""
+
+    min_pairs: int | None = None
+    """From so many pairs of token and expert per expert on, their products are `grouped_product`'s; None: never."""
 
     @property
     def capturable(self) -> bool:
@@ -80,6 +93,8 @@ _FALLBACKS: dict[str, Any] = {
     "skinny_inputs": fallback.attention_inputs,
     "skinny_linear": fallback.linear,
     "skinny_logits": fallback.few_logits,
+    "vector_experts": expert_trials.vector_experts,
+    "grouped_product": expert_trials.grouped_product,
 }
 _TRITON = {
     "tap_sources": ("triton_taps", "tap_sources"),
@@ -96,19 +111,31 @@ _TRITON = {
     "skinny_inputs": ("triton_skinny", "attention_inputs"),
     "skinny_linear": ("triton_skinny", "linear"),
     "skinny_logits": ("triton_skinny", "softcap_logits"),
+    "vector_experts": ("triton_moe_vector", "experts"),
+    "grouped_product": ("grouped_product", "grouped_product"),
 }
 SKINNY_ROWS = 16
 """Up to 32 (`triton_skinny.MOST_ROWS`); 0 leaves those kernels alone, and they are not tried either."""
+
+VECTOR_ROWS = 0
+"""`Kernels.vector_rows` of a GPU from Hopper on, up to 16; 0: never. They read an expert anew for every token of it."""
+
+MIN_PAIRS: int | None = None
+"""`Kernels.min_pairs` of a Hopper GPU; None: never. With fewer than 48, the smallest block is mostly padding."""
+
+HALF_MAX = 65504
 
 FALLBACKS = Kernels(**_FALLBACKS, fell_back=tuple(_FALLBACKS))
 """No Triton at all: any device, for tests and for `INKLING_RL_KERNELS=torch`."""
 
 # Orders of magnitude from bytes and launches, not measured: attention reads its keys once per query head, in float32;
 # the others make five to ten passes over memory instead of one.
-SLOWDOWNS = {name: 100 if name in ("decode", "prefill") else 10 for name in _FALLBACKS}
+SLOWDOWNS: dict[str, float] = {name: 100 if name in ("decode", "prefill") else 10 for name in _FALLBACKS}
 # In the place of one of these, all are left alone, and a vendor's products run.
 _SKINNY = frozenset(("skinny_inputs", "skinny_linear", "skinny_logits"))
-SLOWDOWNS |= dict.fromkeys(_SKINNY, 2)
+# In the place of one of these Marlin runs, whose times these are against: docs/benchmarks.md.
+_EXPERTS = frozenset(EXPERT_TRIALS)
+SLOWDOWNS |= dict.fromkeys(_SKINNY, 2) | {"vector_experts": 1.3, "grouped_product": 2.3}
 
 
 def load(device: torch.device, sizes: Sizes, *, strict: bool) -> Kernels:
@@ -130,29 +157,57 @@ def _load(device: torch.device, sizes: Sizes, strict: bool) -> Kernels:
     if os.environ.get(KERNELS_ENV) == "torch":
         logger.warning("%s=torch: all kernels run on torch, about 100 times slower", KERNELS_ENV)
         return FALLBACKS
-    chosen, fell_back = dict(_FALLBACKS), []
-    few_rows = SKINNY_ROWS if sizes.dtype is torch.bfloat16 else 0
-    for name, slowdown in SLOWDOWNS.items():
-        if name in _SKINNY and not few_rows:
-            continue
-        kernel, reason = _try(name, device, replace(sizes, few_rows=few_rows))
+    sizes = replace(sizes, few_rows=SKINNY_ROWS if sizes.dtype is torch.bfloat16 else 0, least_pairs=MIN_PAIRS or 0)
+    chosen: dict[str, Any] = {}
+    used = [name for name in SLOWDOWNS if _is_used(name, device, sizes)]
+    for name in used:
+        kernel, reason = _try(name, device, sizes)
         if kernel is not None and reason is None:
             chosen[name] = kernel
-            continue
-        if strict:
-            raise KernelError(
-                f"the kernel {name} must run on {_name_of(device)} while rollout.strict_kernels is true; {reason}. "
-                f"Set rollout.strict_kernels: false to run it on torch, about {slowdown} times slower"
-            )
-        without = ", and without CUDA graphs" if name in ("decode", "prefill") else ""
-        logger.warning(
-            "the kernel %s does not run on %s (%s): it runs on torch, about %d times slower%s. "
-            "rollout.strict_kernels: true makes this an error",
-            name, _name_of(device), reason, slowdown, without,
-        )  # fmt: skip
-        fell_back.append(name)
-    few_rows = 0 if _SKINNY & set(fell_back) else few_rows
-    return replace(FALLBACKS, **chosen, fell_back=tuple(fell_back), few_rows=few_rows)
+        else:
+            _pass_over(name, device, reason, strict)
+    return replace(
+        FALLBACKS,
+        **chosen,
+        fell_back=tuple(name for name in used if name not in chosen),
+        few_rows=sizes.few_rows if chosen.keys() >= _SKINNY else 0,
+        vector_rows=VECTOR_ROWS if "vector_experts" in chosen else 0,
+        min_pairs=MIN_PAIRS if "grouped_product" in chosen else None,
+    )
+
+
+def _is_used(name: str, device: torch.device, sizes: Sizes) -> bool:
+    """Whether the engine would call it on this device; a vendor's kernel is there for what it would not."""
+    if name in _SKINNY:
+        return sizes.few_rows > 0
+    if name not in _EXPERTS:
+        return True
+    if name == "vector_experts":
+        # It holds activations as halves.
+        wanted = VECTOR_ROWS > 0 and _capability(device) >= (9, 0) and sizes.gate_cap * sizes.up_cap <= HALF_MAX
+    else:
+        reached = sizes.least_pairs * sizes.experts <= sizes.max_tokens * sizes.top_k
+        wanted = MIN_PAIRS is not None and _capability(device) == (9, 0) and reached
+    return wanted and bool(sizes.expert_formats)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+
+
+def _pass_over(name: str, device: torch.device, reason: str | None, strict: bool) -> None:
+    """Stop, or say what runs instead of a kernel that does not."""
+    slowdown, other = f"about {SLOWDOWNS[name]:g} times slower", "vLLM's Marlin" if name in _EXPERTS else "torch"
+    if strict:
+        raise KernelError(
+            f"the kernel {name} must run on {_name_of(device)} while rollout.strict_kernels is true; {reason}. "
+            f"Set rollout.strict_kernels: false to run it on {other}, {slowdown}"
+        )
+    without = ", and without CUDA graphs" if name in ("decode", "prefill") else ""
+    logger.warning(
+        "the kernel %s does not run on %s (%s): it runs on %s, %s%s. rollout.strict_kernels: true makes this an error",
+        name, _name_of(device), reason, other, slowdown, without,
+    )  # fmt: skip
 
 
 def _try(name: str, device: torch.device, sizes: Sizes) -> tuple[Callable[..., Any] | None, str | None]:
@@ -160,7 +215,7 @@ def _try(name: str, device: torch.device, sizes: Sizes) -> tuple[Callable[..., A
     try:
         kernel = _triton(name)
         with _plain_defaults():
-            for trial in TRIALS[name](sizes):
+            for trial in (TRIALS | EXPERT_TRIALS)[name](sizes):
                 error = _error(kernel, _FALLBACKS[name], trial, device)
                 if not error <= trial.limit:
                     return kernel, f"{trial.what}: it computes something else, relative error {error:.1e}"
@@ -186,8 +241,9 @@ def _plain_defaults() -> Iterator[None]:
 
 
 def _error(kernel: Callable[..., Any], slow: Callable[..., Any], trial: Trial, device: torch.device) -> float:
-    """The largest error of what the kernel returns and of what it writes, against the fallback on the host."""
-    host, given, expected = torch.device("cpu"), trial.to(device), trial.to(torch.device("cpu"))
+    """The largest error of what the kernel returns and of what it writes, against the fallback's."""
+    host = device if trial.on_device else torch.device("cpu")
+    given, expected = trial.to(device), trial.to(host)
     pairs = [(moved(trial.call(kernel, given), host), trial.call(slow, expected))]
     pairs = [(trial.kept(got), trial.kept(wanted)) for got, wanted in pairs]
     pairs += [(moved(given[place], host), expected[place]) for place in trial.written]

@@ -6,20 +6,16 @@ rest. Nothing here waits for the device.
 
 from __future__ import annotations
 
-import logging
 from typing import Any, NamedTuple
 
 import torch
 import triton
 
-from inkling_rl.formats import ExpertFormat, marlin
+from inkling_rl.formats import ExpertFormat
 from inkling_rl.formats.marlin_layout import BITS
 from rollout.kernels.gluon_experts import product_kernel
 from rollout.kernels.triton_moe_align import Blocks
 
-logger = logging.getLogger(__name__)
-
-CAPABILITY = (9, 0)
 LARGEST = 2**31
 
 
@@ -55,56 +51,10 @@ def tile_for(pairs: int, num_experts: int) -> Tile:
     return min(TILES, key=lambda tile: (cost(tile), -tile.tokens))
 
 
-_RUNS: dict[tuple[torch.device, ExpertFormat], bool] = {}
-
-
-def runs_on(device: torch.device, expert_format: ExpertFormat) -> bool:
-    """Whether the kernel is for this device and gives the right values there: tried once, with a warning if not.
-
-    The trial waits for the device. While a graph is captured it is put off, and the answer is no.
-    """
-    key = device, expert_format
-    if key not in _RUNS:
-        if device.type == "cuda" and torch.cuda.is_current_stream_capturing():
-            return False
-        _RUNS[key] = _passes(device, expert_format)
-    return _RUNS[key]
-
-
-def _passes(device: torch.device, expert_format: ExpertFormat) -> bool:
-    if device.type != "cuda" or torch.cuda.get_device_capability(device) != CAPABILITY:
-        return False
-    try:
-        error = trial(device, expert_format)
-    except Exception as problem:  # whatever the compiler or the driver raises
-        logger.warning("products of many tokens with %s experts run on Marlin: %s", expert_format, problem)
-        return False
-    if not error < 2**-8:
-        logger.warning(
-            "products of many tokens with %s experts run on Marlin: relative error %.1e", expert_format, error
-        )
-        return False
-    return True
-
-
-def trial(device: torch.device, expert_format: ExpertFormat) -> float:
-    """Relative error of a small product: two experts of which one has a token more than a block."""
-    tile, size, inputs = TILES[0], 128, 256
-    w13 = torch.linspace(-2, 2, 4 * 64 * inputs, device=device).sin().view(2, 2 * 64, inputs)
-    engine = marlin.from_weights(w13.bfloat16(), w13.mT[:, :, :64].bfloat16().contiguous(), expert_format)
-    pairs = tile.tokens + 2
-    rows = torch.full((3 * tile.tokens,), pairs, dtype=torch.int32, device=device)
-    rows[: tile.tokens + 1] = torch.arange(tile.tokens + 1, device=device)
-    rows[2 * tile.tokens] = tile.tokens + 1
-    blocks = Blocks(rows, rows.new_tensor([0, 0, 1]), rows.new_tensor([rows.numel()]))
-    x = torch.linspace(0, 99, pairs * inputs, device=device).cos().view(pairs, inputs).bfloat16()
-    out = torch.full((pairs, size), float("nan"), dtype=torch.bfloat16, device=device)
-    scale_2 = engine.get("w13_weight_scale_2")
-    grouped_product(x, engine["w13_weight"], engine["w13_weight_scale"], scale_2, out, blocks, tile, 1, expert_format)
-    stored = marlin.dequantize(engine, "w13_weight", expert_format, 64).float()
-    weights = torch.cat((stored[:, 0::2], stored[:, 1::2]), 1)
-    wanted = torch.cat((x[:-1].float() @ weights[0].T, x[-1:].float() @ weights[1].T))
-    return float((out.float() - wanted).norm() / wanted.norm())
+def tiles_for(least_pairs: int, max_tokens: int, top_k: int, num_experts: int) -> list[Tile]:
+    """All tiles of steps of at least so many pairs per expert and at most so many tokens."""
+    fewest = -(-least_pairs * num_experts // top_k)
+    return sorted({tile_for(tokens * top_k, num_experts) for tokens in range(fewest, max_tokens + 1)})
 
 
 def fits(rows: int, hidden: int, width: int, top_k: int) -> bool:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 
+from inkling_rl.formats import ExpertFormat
 from rollout.kernels import fallback
 from rollout.kernels.paged import PagedBatch
 
@@ -67,6 +68,15 @@ class Sizes:
     few_rows: int = 32
     """Up to so many rows there are kernels of their own for products."""
 
+    expert_formats: tuple[ExpertFormat, ...] = ()
+    """Of the layers whose experts are in Marlin's layout."""
+
+    least_pairs: int = 1
+    """Pairs per expert from which on they have a kernel of their own."""
+
+    max_tokens: int = 8192
+    """Of a step."""
+
     @property
     def few(self) -> tuple[int, ...]:
         """Rows of a trial of each of them: up to 8, up to 16 and up to 32."""
@@ -87,6 +97,9 @@ class Trial:
     kept: Callable[[Any], Any] = lambda result: result
     """What of a result on the host counts; the rest may be anything."""
 
+    on_device: bool = False
+    """Whether what the kernel is compared with runs there as well: it would take a host too long."""
+
     def to(self, device: torch.device) -> list[Any]:
         """The arguments on a device, all of them copies."""
         return [moved(argument, device) for argument in self.arguments]
@@ -97,6 +110,8 @@ class Trial:
 
 def moved(argument: Any, device: torch.device) -> Any:
     """A copy of an argument or a result on a device."""
+    if isinstance(argument, dict):
+        return {key: moved(part, device) for key, part in argument.items()}
     if isinstance(argument, tuple):
         parts = [moved(part, device) for part in argument]
         return type(argument)(*parts) if hasattr(argument, "_fields") else tuple(parts)

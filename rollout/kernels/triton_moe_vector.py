@@ -6,7 +6,7 @@ ends with the activation; the second one per pair and some output columns. The p
 to arrive there adds up, in float32 and in the order of the experts, so bits do not depend on which one it was.
 
 Marlin's kernel reads an expert's weights once for all its tokens; a step of 8 tokens has 1.07 times as many pairs as
-experts, one of 16 tokens 1.16 times. `rollout.plugin.marlin_experts.VECTOR_ROWS` is where it takes over.
+experts, one of 16 tokens 1.16 times. `rollout.kernels.cuda.VECTOR_ROWS` is where it takes over.
 
 Departures from Marlin's path: gate, up and down sums are not rounded to bfloat16, the activation is rounded to a half
 (it is at most `gate_cap * up_cap`), inputs lie on a grid of 2^-20 below 2^-10 and must stay below 2^20 in magnitude.
@@ -66,7 +66,7 @@ def experts(
     """Weighted sum of the chosen experts, into `out_TH` [T, H].
 
     Args:
-        x_TH: bfloat16. weights_TK: float32. experts_TK: int32, within a token distinct. All contiguous.
+        x_TH: bfloat16. weights_TK: float32. experts_TK: int32. All contiguous.
         parameters: of `inkling_rl.formats.marlin`, NVFP4 if there are outer scales, else MXFP8.
         caps: of the activation, at most 65504 in product.
         out_TH: bfloat16 or float32.

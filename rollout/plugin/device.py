@@ -110,8 +110,9 @@ def kernel_sizes(vllm_config: Any, shape: ModelShape) -> Sizes:
         if isinstance(owner, CacheOwner):
             pages[prefix.rsplit(".", 1)[-1]] = owner.spec.block_size
     kinds = (("full_cache", shape.full), ("sliding_cache", shape.sliding))
+    dtype = vllm_config.model_config.dtype
     return Sizes(
-        dtype=vllm_config.model_config.dtype,
+        dtype=dtype,
         state_dtype=state_dtype(vllm_config),
         attention=tuple(_attention(kind, pages[name]) for name, kind in kinds if name in pages),
         hidden=shape.hidden_size,
@@ -122,6 +123,9 @@ def kernel_sizes(vllm_config: Any, shape: ModelShape) -> Sizes:
         conv_page=pages["conv_cache"],
         gate_cap=shape.gate_cap,
         up_cap=shape.up_cap,
+        # Others are dense, see `rollout.plugin.experts`.
+        expert_formats=tuple(sorted(set(shape.expert_formats) - {"bf16"})) if dtype == torch.bfloat16 else (),
+        max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         # Decoding, and the most rows that decode attention is given: what lies between differs in the size of a tile.
         max_queries=(1, 8),
     )

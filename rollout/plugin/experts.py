@@ -82,8 +82,7 @@ class SparseMoe(nn.Module):
         """Run on these kernels, of which some may be fallbacks, rather than on the Triton functions themselves."""
         self.router = kernels.route
         if not isinstance(self.experts, Experts):
-            self.experts.activation = kernels.activation
-            self.experts.align, self.experts.weighted_sum = kernels.align, kernels.weighted_sum
+            self.experts.use(kernels)
 
     def forward(self, x_TH: torch.Tensor) -> torch.Tensor:
         """Weighted sum of the chosen experts [T, H]: float32 on the CPU, in x's dtype on CUDA."""

@@ -1,5 +1,8 @@
 """Routed experts in NVFP4 or MXFP8 on an NVIDIA GPU: vLLM's Marlin products with our activation and weighted sum.
 
+On Hopper steps of few tokens and of many leave Marlin for kernels of ours on the same parameters: which steps, and
+whether at all, `use` is told (`rollout.kernels.cuda.VECTOR_ROWS` and `MIN_PAIRS`).
+
 Weights stay as they are stored, four or eight bits; Marlin decodes them on the way to the matrix units, and activations
 stay bfloat16. The parameters are those of `inkling_rl.formats.marlin` under its names, so what is published for them is
 copied over them as it is.
@@ -15,7 +18,7 @@ For GPUs before Blackwell. There, FlashInfer's TRT-LLM experts would take this m
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import nn
@@ -29,16 +32,12 @@ from inkling_rl.formats.marlin_layout import check_sizes
 from rollout.kernels.triton_activation import expert_activation
 from rollout.kernels.triton_moe_align import MAX_PAIRS, Blocks, align, single_token
 from rollout.kernels.triton_moe_sum import weighted_sum
-from rollout.plugin import vector_experts
 from rollout.plugin.shape import ModelShape
 
+if TYPE_CHECKING:
+    from rollout.kernels.cuda import Kernels
+
 BLOCK_SIZES = (8, 16, 32, 48, 64)
-# Pairs per expert from which on `rollout.kernels.grouped_product` multiplies, on Hopper; None: never. With fewer, its
-# smallest block is mostly padding.
-MIN_PAIRS: int | None = None
-# Tokens up to which `rollout.kernels.triton_moe_vector` multiplies instead, 0 to 16; 0: never. It reads an expert again
-# for every token that chose it.
-VECTOR_ROWS = 0
 WEIGHT_TYPES: dict[ExpertFormat, Any] = {"nvfp4": scalar_types.float4_e2m1f, "mxfp8": scalar_types.float8_e4m3fn}
 
 
@@ -101,6 +100,10 @@ class MarlinExperts(nn.Module):
         self.activation: Any = expert_activation
         self.align: Any = align
         self.weighted_sum: Any = weighted_sum
+        self.vector_experts: Any = None
+        self.grouped_product: Any = None
+        self.vector_rows = 0
+        self.min_pairs: int | None = None
         self.tiles = {"w13_weight": Tile(), "w2_weight": Tile()}
         hidden, width = shape.hidden_size, shape.expert_width
         check_sizes(hidden, width, expert_format, 1, 0, name)
@@ -113,18 +116,23 @@ class MarlinExperts(nn.Module):
         for key, (size, dtype) in marlin.shapes(expert_format, shape.num_experts, hidden, width).items():
             self.register_parameter(key, nn.Parameter(torch.empty(size, dtype=dtype), requires_grad=False))
 
+    def use(self, kernels: Kernels) -> None:
+        """Run on these kernels, of which some may be fallbacks."""
+        self.activation, self.align, self.weighted_sum = kernels.activation, kernels.align, kernels.weighted_sum
+        self.vector_experts, self.vector_rows = kernels.vector_experts, kernels.vector_rows
+        self.grouped_product, self.min_pairs = kernels.grouped_product, kernels.min_pairs
+
     def forward(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
         """Sum of the chosen experts [T, H] in x's dtype; weights float32 and numbers int32, [T, top_k], contiguous."""
         num_rows, hidden = x_TH.shape
         if num_rows == 0:
             return torch.empty_like(x_TH)
         num_experts, top_k = self.w13_weight.shape[0], experts_TK.shape[1]
-        # Asked by every step, so that it is known before one of few tokens is captured.
-        if VECTOR_ROWS and vector_experts.runs(self, x_TH, top_k) and num_rows <= VECTOR_ROWS:
-            return vector_experts.forward(self, x_TH, weights_TK, experts_TK)
+        if num_rows <= self.vector_rows:
+            return self._few(x_TH, weights_TK, experts_TK)
         constants = standing(x_TH.device, top_k)
         pairs, padded = num_rows * top_k, self.w2_weight.shape[1] * 16
-        if MIN_PAIRS is not None and pairs >= MIN_PAIRS * num_experts and self._takes_many(x_TH, top_k):
+        if self.min_pairs is not None and pairs >= self.min_pairs * num_experts and _fits(x_TH, padded, top_k):
             return self._many(x_TH, weights_TK, experts_TK, constants)
         size = block_size(pairs, num_experts)
         blocks = blocks_of(experts_TK, num_experts, size, constants, self.align)
@@ -138,19 +146,19 @@ class MarlinExperts(nn.Module):
                                 constants.locks)  # fmt: skip
         return self.weighted_sum(down_NH.view(num_rows, top_k, hidden), weights_TK, torch.empty_like(x_TH))
 
-    def _takes_many(self, x_TH: torch.Tensor, top_k: int) -> bool:
-        if torch.cuda.get_device_capability(x_TH.device) != (9, 0):  # whose Triton may be without Gluon
-            return False
-        from rollout.kernels.grouped_product import fits, runs_on
-
-        (rows, hidden), padded = x_TH.shape, self.w2_weight.shape[1] * 16
-        return fits(rows, hidden, padded, top_k) and runs_on(x_TH.device, self.expert_format)
+    def _few(self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor) -> torch.Tensor:
+        """`forward` for few tokens: products with single rows."""
+        out_TH = torch.empty(x_TH.shape, dtype=x_TH.dtype, device=x_TH.device)
+        parameters = {name: parameter.data for name, parameter in self.named_parameters()}
+        x_TH = x_TH.to(torch.bfloat16).contiguous()
+        result: torch.Tensor = self.vector_experts(x_TH, weights_TK, experts_TK, parameters, self.caps, out_TH)
+        return result
 
     def _many(
         self, x_TH: torch.Tensor, weights_TK: torch.Tensor, experts_TK: torch.Tensor, constants: Standing
     ) -> torch.Tensor:
         """`forward` for many tokens: the same but for who multiplies, in blocks of more rows."""
-        from rollout.kernels.grouped_product import grouped_product, tile_for
+        from rollout.kernels.grouped_product import tile_for
 
         (num_rows, hidden), top_k = x_TH.shape, experts_TK.shape[1]
         num_experts, pairs, padded = self.w13_weight.shape[0], num_rows * top_k, self.w2_weight.shape[1] * 16
@@ -158,12 +166,12 @@ class MarlinExperts(nn.Module):
         blocks = blocks_of(experts_TK, num_experts, tile.tokens, constants, self.align)
         new = lambda *shape: torch.empty(shape, dtype=torch.bfloat16, device=x_TH.device)
         x_TH, dtype = x_TH.to(torch.bfloat16).contiguous(), x_TH.dtype
-        gate_up_NC = grouped_product(x_TH, *self._matrix("w13_weight"), new(pairs, 2 * padded), blocks, tile, top_k,
-                                     self.expert_format)  # fmt: skip
+        gate_up_NC = self.grouped_product(x_TH, *self._matrix("w13_weight"), new(pairs, 2 * padded), blocks, tile,
+                                          top_k, self.expert_format)  # fmt: skip
         hidden_NI = self.activation(gate_up_NC, *self.caps, new(pairs, padded))
         del gate_up_NC
-        down_NH = grouped_product(hidden_NI, *self._matrix("w2_weight"), new(pairs, hidden), blocks, tile, 1,
-                                  self.expert_format)  # fmt: skip
+        down_NH = self.grouped_product(hidden_NI, *self._matrix("w2_weight"), new(pairs, hidden), blocks, tile, 1,
+                                       self.expert_format)  # fmt: skip
         out_TH = torch.empty(num_rows, hidden, dtype=dtype, device=x_TH.device)
         return self.weighted_sum(down_NH.view(num_rows, top_k, hidden), weights_TK, out_TH)
 
@@ -185,6 +193,12 @@ class MarlinExperts(nn.Module):
             use_atomic_add=False, use_fp32_reduce=True, is_zp_float=False, thread_k=tile.inputs, thread_n=tile.outputs,
             blocks_per_sm=tile.blocks,
         )  # fmt: skip
+
+
+def _fits(x_TH: torch.Tensor, padded: int, top_k: int) -> bool:
+    from rollout.kernels.grouped_product import fits  # whose Triton elsewhere may be without Gluon
+
+    return fits(x_TH.shape[0], x_TH.shape[1], padded, top_k)
 
 
 def blocks_of(

@@ -28,7 +28,7 @@ from rollout.kernels.triton_router import route
 from rollout.plugin import marlin_experts
 from rollout.plugin.experts import SparseMoe
 from rollout.plugin.marlin_experts import WEIGHT_TYPES, MarlinExperts, Tile, block_size, blocks_of, standing
-from tests.gpu.expert_cases import dummy_moe, inputs, relative_error
+from tests.gpu.expert_cases import dummy_moe, inputs, kernels, relative_error
 from tests.gpu.wgmma_ahead import compile_products, of_layer
 
 SIZE = (384, 8, 4608, 2304)
@@ -191,7 +191,7 @@ def measure_wgmma(moe: SparseMoe, rows: int, tiles: Sequence[WgmmaTile]) -> None
                  f", padding {padding:.0%}, differ {relative_error(out, wanted):.0e}")  # fmt: skip
     times = []
     for least in (None, 1):
-        marlin_experts.MIN_PAIRS = least
+        moe.use(kernels(min_pairs=least))
         times.append(microseconds([partial(moe, step.x)], 2, 3))
     print(
         f"{experts.expert_format:5} {rows} rows sublayer: Marlin {times[0]:.1f} us, wgmma {times[1]:.1f} us", flush=True

@@ -21,7 +21,6 @@ from inkling_rl.formats import ExpertFormat
 from rollout.kernels import triton_moe_vector
 from rollout.kernels.triton_moe_vector import SHAPES, Shape
 from rollout.kernels.triton_router import route
-from rollout.plugin import marlin_experts
 from rollout.plugin.experts import SparseMoe
 from rollout.plugin.marlin_experts import MarlinExperts
 from tests.benchmarks.experts_gpu import SIZE, microseconds
@@ -112,7 +111,6 @@ def main() -> None:
     parser.add_argument("--sweep", action="store_true", help="also other launches, for the first and last of rows")
     parser.add_argument("--alone", action="store_true", help="without Marlin, which a driver compiles for a minute")
     arguments = parser.parse_args()
-    marlin_experts.VECTOR_ROWS = 0
     rows = [int(count) for count in arguments.rows.split(",")]
     formats: list[ExpertFormat] = arguments.formats.split(",")
     for expert_format in formats:

@@ -2,19 +2,27 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import nn
 from transformers import Inkling2TextConfig
 
 from inkling_rl.checkpoint.tiny import tiny_config
 from inkling_rl.formats import ExpertFormat, marlin, mixed
-from rollout.kernels import composed, reference
+from rollout.kernels import composed, cuda, reference
 from rollout.plugin import dummy
 from rollout.plugin.experts import Experts, SparseMoe
 from rollout.plugin.marlin_experts import MarlinExperts
 from rollout.plugin.shape import ModelShape
 
 Size = tuple[int, int, int, int]
+
+
+def kernels(vector_rows: int = 0, min_pairs: int | None = None) -> cuda.Kernels:
+    """A table of all kernels, untried."""
+    ours = {name: cuda._triton(name) for name in cuda._TRITON}
+    return replace(cuda.FALLBACKS, **ours, fell_back=(), vector_rows=vector_rows, min_pairs=min_pairs)
 
 
 def dummy_moe(expert_format: ExpertFormat, size: Size, dtype: torch.dtype) -> SparseMoe:

@@ -22,7 +22,8 @@ SMALL = Sizes(
     ),
 )  # fmt: skip
 TINY = replace(
-    SMALL, hidden=128, experts=16, top_k=4, expert_width=64, attention=tuple(
+    SMALL, hidden=128, experts=16, top_k=4, expert_width=64, expert_formats=("mxfp8", "nvfp4"), max_tokens=300,
+    attention=tuple(
         AttentionSizes(num_heads=12, num_kv_heads=2, head_dim=16, extent=16, window=window, page=16)
         for window in (None, 16)
     ),
@@ -30,14 +31,15 @@ TINY = replace(
 SIZES = {
     "small": SMALL,
     "tiny": TINY,
-    "tiny, float32": replace(TINY, dtype=torch.float32, state_dtype=torch.float32),
-    "tiny, float32 over bfloat16": replace(TINY, dtype=torch.float32),
+    "tiny, float32": replace(TINY, dtype=torch.float32, state_dtype=torch.float32, expert_formats=()),
+    "tiny, float32 over bfloat16": replace(TINY, dtype=torch.float32, expert_formats=()),
 }
 
 
 @pytest.fixture(autouse=True)
 def all_are_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "SKINNY_ROWS", 32)
+    for switch, value in (("SKINNY_ROWS", 32), ("VECTOR_ROWS", 8), ("MIN_PAIRS", 48)):
+        monkeypatch.setattr(cuda, switch, value)
     cuda._load.cache_clear()
 
 
@@ -47,6 +49,8 @@ def test_every_kernel_passes(name: str) -> None:
     kernels = cuda.load(torch.device("cuda", 0), SIZES[name], strict=True)
     print(f"{name}: {time.perf_counter() - started:.1f} s")
     assert kernels.fell_back == () and kernels.capturable
+    if SIZES[name].expert_formats and torch.cuda.get_device_capability() == (9, 0):
+        assert (kernels.vector_rows, kernels.min_pairs) == (8, 48)
 
 
 def check_fallback(name: str, trial: Trial) -> None:

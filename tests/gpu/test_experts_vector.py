@@ -7,7 +7,6 @@ Needs vLLM 0.30 built for CUDA, no engine.
 
 from __future__ import annotations
 
-import logging
 from functools import partial
 
 import pytest
@@ -20,7 +19,6 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 if torch.cuda.is_available():
     from rollout.kernels import triton_moe_vector
     from rollout.kernels.triton_moe_vector import Shape
-    from rollout.plugin import marlin_experts, vector_experts
     from tests.gpu import expert_cases as cases
     from tests.gpu.compile_ahead import compile_ahead
     from tests.rollout import moe_vector_cases as vector_cases
@@ -55,24 +53,19 @@ def launch(layer: vector_cases.Layer, up: Shape | None, down: Shape | None) -> N
 
 
 @pytest.mark.parametrize("expert_format", FORMATS)
-def test_the_sublayer_equals_the_reference_and_marlin(
-    expert_format: ExpertFormat, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_sublayer_equals_the_reference_and_marlin(expert_format: ExpertFormat) -> None:
     """Nearer to the reference than Marlin, the same bits every time, launched early or not, in a graph or not."""
     moe = cases.make_moe(expert_format, RELEASE, torch.bfloat16)
     weights, seen = cases.weights_of(moe), []
     moe.capture_fn = seen.append
-    monkeypatch.setattr(vector_experts, "_RUNS", {})
     x = cases.inputs(1, moe, torch.bfloat16)
     compile_ahead(kernels(), (partial(run_directly, moe, x, *moe._route(x), early=early) for early in (True, False)))
     for rows in ROWS:
         x = cases.inputs(rows, moe, torch.bfloat16)
-        monkeypatch.setattr(marlin_experts, "VECTOR_ROWS", 0)
+        moe.use(cases.kernels())
         marlin = moe(x)
-        monkeypatch.setattr(marlin_experts, "VECTOR_ROWS", max(ROWS))
-        with caplog.at_level(logging.WARNING):
-            got = moe(x)
-        assert not caplog.records and list(vector_experts._RUNS.values()) == [True]
+        moe.use(cases.kernels(vector_rows=max(ROWS)))
+        got = moe(x)
         same = cases.same_choice(moe, x, seen[-1])
         expected = cases.expected_of(moe, weights, x)[same]
         errors = [cases.relative_error(y[same], expected) for y in (got, marlin)]

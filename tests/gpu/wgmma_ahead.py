@@ -11,7 +11,7 @@ import torch
 from inkling_rl.formats import ExpertFormat
 from inkling_rl.formats.marlin_layout import BITS, BLOCK_SIZES
 from rollout.kernels.gluon_experts import product_kernel
-from rollout.kernels.grouped_product import TILES, Tile, grouped_product
+from rollout.kernels.grouped_product import Tile, grouped_product
 from rollout.kernels.triton_moe_align import Blocks
 from tests.gpu.compile_ahead import compile_ahead
 
@@ -27,9 +27,9 @@ class Product(NamedTuple):
 
 
 def of_layer(expert_format: ExpertFormat, hidden: int, padded: int, top_k: int, tile: Tile) -> list[Product]:
-    """Both products of a layer, and the one that is tried before."""
+    """Both products of a layer."""
     first = Product(expert_format, hidden, 2 * padded, top_k, tile)
-    return [first, Product(expert_format, padded, hidden, 1, tile), Product(expert_format, 256, 128, 1, TILES[0])]
+    return [first, Product(expert_format, padded, hidden, 1, tile)]
 
 
 def compile_products(products: Iterable[Product]) -> None:

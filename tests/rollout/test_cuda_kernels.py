@@ -20,6 +20,7 @@ import torch
 from inkling_rl.native import KERNELS_ENV
 from rollout.kernels import cuda, fallback
 from rollout.kernels.cuda import FALLBACKS, KernelError, Kernels
+from rollout.kernels.expert_trials import EXPERT_TRIALS
 from rollout.kernels.trials import TRIALS, AttentionSizes, Sizes, worst_error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
@@ -27,7 +28,7 @@ CPU = torch.device("cpu")
 SKINNY = ("skinny_inputs", "skinny_linear", "skinny_logits")
 SIZES = Sizes(
     dtype=torch.float32, state_dtype=torch.float32, hidden=64, experts=16, top_k=4, expert_width=32, d_rel=16,
-    conv_page=4, gate_cap=4.0, up_cap=25.0, attention=tuple(
+    conv_page=4, gate_cap=4.0, up_cap=25.0, expert_formats=("mxfp8", "nvfp4"), max_tokens=300, attention=tuple(
         AttentionSizes(num_heads=12, num_kv_heads=2, head_dim=16, extent=16, window=window, page=16)
         for window in (None, 16)
     ),
@@ -36,8 +37,15 @@ SIZES = Sizes(
 
 @pytest.fixture(autouse=True)
 def all_are_tried_anew(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cuda, "SKINNY_ROWS", 16)
+    for switch, value in (("SKINNY_ROWS", 16), ("VECTOR_ROWS", 8), ("MIN_PAIRS", 48)):
+        monkeypatch.setattr(cuda, switch, value)
     cuda._load.cache_clear()
+
+
+@pytest.fixture
+def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs on Hopper alone is tried as well, on the host."""
+    monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
@@ -53,7 +61,7 @@ def test_triton_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels = cuda.load(CPU, SIZES, strict=True)
     assert kernels.fell_back == () and kernels.capturable and kernels.few_rows == 0
     assert kernels.decode is triton_decode.attention
-    for name in SKINNY:
+    for name in (*SKINNY, "vector_experts"):
         kernel, reason = cuda._try(name, CPU, SIZES)
         assert kernel is not None and reason is None
 
@@ -110,10 +118,10 @@ def no_room(*_: Any, **__: Any) -> None:
     raise RuntimeError("out of resource: shared memory, Required: 300000,\n  Hardware limit: 232448")
 
 
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("name", TRIALS | EXPERT_TRIALS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_kernel_that_computes_something_else_is_found(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, name: str, dtype: torch.dtype
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hopper: None, name: str, dtype: torch.dtype
 ) -> None:
     sizes = replace(SIZES, dtype=dtype, state_dtype=dtype)
     with_kernel(monkeypatch, name, spoiled(name))
@@ -129,7 +137,10 @@ def test_a_kernel_that_computes_something_else_is_found(
     assert kernels.capturable == (name not in ("decode", "prefill"))
     [record] = caplog.records
     assert f"the kernel {name} does not run on cpu" in record.message and "something else" in record.message
-    assert f"about {cuda.SLOWDOWNS[name]} times slower" in record.message
+    other = "vLLM's Marlin" if name in EXPERT_TRIALS else "torch"
+    assert f"it runs on {other}, about {cuda.SLOWDOWNS[name]} times slower" in record.message
+    assert kernels.vector_rows == (0 if name == "vector_experts" else 8)
+    assert kernels.min_pairs == (None if name == "grouped_product" else 48)
     assert ("without CUDA graphs" in record.message) == (not kernels.capturable)
 
 
@@ -163,6 +174,66 @@ def test_the_kernels_for_few_rows_are_off_where_no_row_is_few(monkeypatch: pytes
     with_kernel(monkeypatch, "skinny_linear", no_room)
     kernels = cuda.load(CPU, replace(SIZES, dtype=torch.bfloat16), strict=True)
     assert kernels.few_rows == 0 and kernels.fell_back == ()
+
+
+@pytest.mark.parametrize("name", EXPERT_TRIALS)
+def test_an_experts_kernel_that_is_not_launched_stops_a_strict_start(
+    monkeypatch: pytest.MonkeyPatch, hopper: None, name: str
+) -> None:
+    with_kernel(monkeypatch, name, no_room)
+    message = (
+        rf"the kernel {name} must run on cpu while rollout\.strict_kernels is true; RuntimeError: out of resource.* "
+        r"Set rollout\.strict_kernels: false to run it on vLLM's Marlin, about [12]\.3 times slower"
+    )
+    with pytest.raises(KernelError, match=message):
+        cuda.load(CPU, SIZES, strict=True)
+
+
+@pytest.mark.parametrize(("capability", "changes", "rows", "pairs"), [
+    ((9, 0), {}, 8, 48),
+    ((8, 9), {}, 0, None),
+    ((10, 0), {}, 8, None),
+    ((9, 0), {"expert_formats": ()}, 0, None),  # dense experts
+    ((9, 0), {"max_tokens": 191}, 8, None),  # 47.75 pairs per expert
+    ((9, 0), {"max_tokens": 192}, 8, 48),
+    ((9, 0), {"up_cap": 16384.0}, 0, 48),
+])  # fmt: skip
+def test_experts_leave_marlin_where_their_kernels_are_for_it(
+    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int], changes: dict[str, Any], rows: int, pairs: int | None
+) -> None:
+    """Elsewhere Marlin is what is supported: nothing is tried, nothing is said, strict or not."""
+    asked = []
+    monkeypatch.setattr(cuda, "_triton", lambda name: asked.append(name) or cuda._FALLBACKS[name])
+    monkeypatch.setattr(cuda, "_capability", lambda device: capability)
+    kernels = cuda.load(CPU, replace(SIZES, **changes), strict=True)
+    assert (kernels.vector_rows, kernels.min_pairs, kernels.fell_back) == (rows, pairs, ())
+    tried = {"vector_experts": rows > 0, "grouped_product": pairs is not None}
+    assert {name: name in asked for name in EXPERT_TRIALS} == tried
+
+
+def test_experts_stay_with_marlin_where_the_switches_are_off(monkeypatch: pytest.MonkeyPatch, hopper: None) -> None:
+    monkeypatch.setattr(cuda, "VECTOR_ROWS", 0)
+    monkeypatch.setattr(cuda, "MIN_PAIRS", None)
+    monkeypatch.setattr(cuda, "_triton", lambda name: cuda._FALLBACKS[name])
+    kernels = cuda.load(CPU, SIZES, strict=True)
+    assert kernels.vector_rows == 0 and kernels.min_pairs is None
+
+
+def test_experts_are_tried_with_every_tile_that_a_step_may_choose() -> None:
+    from rollout.kernels.grouped_product import tile_for, tiles_for
+
+    sizes = replace(SIZES, least_pairs=48, max_tokens=600)
+    chosen = {tile_for(tokens * 4, 16) for tokens in range(192, 601)}
+    assert set(tiles_for(48, 600, 4, 16)) == chosen and len(chosen) == 3
+    trials = list(EXPERT_TRIALS["grouped_product"](sizes))
+    assert {(t.arguments[8], t.arguments[6], t.arguments[7]) for t in trials} == {
+        (expert_format, tile, top_k) for expert_format in ("nvfp4", "mxfp8") for tile in chosen for top_k in (1, 4)
+    }
+    for trial in trials:
+        out, blocks, tile = trial.arguments[4:7]
+        used = (blocks.rows.view(-1, tile.tokens) < len(out)).sum(1).tolist()
+        # All of a block, what its first part has room for, what its second has.
+        assert used == [tile.tokens, tile.second + 1, tile.second - 1] and tile.second + 1 <= tile.first
 
 
 def test_sound_kernels_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

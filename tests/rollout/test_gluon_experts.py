@@ -8,6 +8,7 @@ from __future__ import annotations
 import re
 import subprocess
 import tempfile
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -23,10 +24,11 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
 from inkling_rl.formats import ExpertFormat, marlin  # noqa: E402
-from rollout.kernels import gluon_experts, grouped_product  # noqa: E402
+from rollout.kernels import cuda, gluon_experts, grouped_product  # noqa: E402
 from rollout.kernels.grouped_product import TILES, Tile, tile_for  # noqa: E402
 from rollout.kernels.triton_moe_align import Blocks  # noqa: E402
 from tests.rollout import gluon_experts_on_torch  # noqa: E402
+from tests.rollout.test_cuda_kernels import SIZES  # noqa: E402
 from tests.rollout.test_triton_prefill import count, loops  # noqa: E402
 
 FORMATS: tuple[ExpertFormat, ...] = ("nvfp4", "mxfp8")
@@ -137,7 +139,7 @@ def test_a_layer_of_many_tokens(expert_format: ExpertFormat, dtype: torch.dtype,
     shape = shape_of([expert_format] * 6, n_routed_experts=6, num_experts_per_tok=3)
     experts = MarlinExperts(shape, expert_format)
     experts.align, experts.activation = fallback.align, fallback.expert_activation
-    experts.weighted_sum = fallback.weighted_sum
+    experts.weighted_sum, experts.grouped_product = fallback.weighted_sum, grouped_product.grouped_product
     engine = layer(expert_format, 6, shape.hidden_size, shape.expert_width)
     for key, tensor in engine.items():
         experts.get_parameter(key).data.copy_(tensor)
@@ -161,10 +163,18 @@ def test_a_layer_of_many_tokens(expert_format: ExpertFormat, dtype: torch.dtype,
 
 
 @pytest.mark.parametrize("expert_format", FORMATS)
-def test_what_is_tried_before_the_first_use(expert_format: ExpertFormat, on_torch: None) -> None:
+def test_the_trial_at_the_start(expert_format: ExpertFormat, on_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Passes; and a scale that is taken from the row beside it does not."""
     cpu = torch.device("cpu")
-    assert grouped_product.trial(cpu, expert_format) < 2**-9
-    assert not grouped_product.runs_on(cpu, expert_format)
+    sizes = replace(SIZES, expert_formats=(expert_format,), least_pairs=48, max_tokens=500)
+    kernel, reason = cuda._try("grouped_product", cpu, sizes)
+    assert kernel is grouped_product.grouped_product and reason is None
+    launch = grouped_product.grouped_product
+    monkeypatch.setattr(
+        grouped_product, "grouped_product", lambda x, weight, scale, *rest: launch(x, weight, scale.roll(1, 2), *rest)
+    )
+    _, reason = cuda._try("grouped_product", cpu, sizes)
+    assert reason is not None and "it computes something else, relative error" in reason
 
 
 def test_tiles() -> None:

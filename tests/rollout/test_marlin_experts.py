@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import weakref
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +22,9 @@ from inkling_rl.checkpoint.tiny import tiny_config, tiny_quant_config, write_tin
 from inkling_rl.formats import ExpertFormat, marlin
 from inkling_rl.formats.errors import FormatError
 from rollout.kernels import reference
-from rollout.plugin import dummy, loader
+from rollout.kernels.cuda import FALLBACKS
+from rollout.kernels.fallback import Blocks
+from rollout.plugin import dummy, loader, marlin_experts
 from rollout.plugin.experts import Experts, SparseMoe
 from rollout.plugin.marlin_experts import MarlinExperts, block_size
 from rollout.plugin.shape import ModelShape
@@ -300,3 +303,32 @@ def test_vllm_finds_the_layers_to_capture_from() -> None:
 def test_blocks_are_small_for_few_tokens() -> None:
     assert [block_size(tokens * 8, 384) for tokens in (1, 8, 32, 300, 345, 8192)] == [8, 8, 8, 8, 8, 64]
     assert block_size(4 * 300, 16) == 64
+
+
+@pytest.mark.parametrize(("rows", "vector_rows", "min_pairs", "by"), [
+    (1, 0, None, "Marlin"), (4, 4, None, "few"), (5, 4, 2, "Marlin"), (8, 4, 2, "many"), (7, 4, 2, "Marlin"),
+    (4, 4, 1, "few"), (400, 0, None, "Marlin"),
+])  # fmt: skip
+def test_who_multiplies(
+    monkeypatch: pytest.MonkeyPatch, rows: int, vector_rows: int, min_pairs: int | None, by: str
+) -> None:
+    """16 experts, 4 chosen."""
+    experts, called = MarlinExperts(shape_of(["nvfp4"] * 6), "nvfp4"), []
+
+    def product(who: str, out: torch.Tensor) -> torch.Tensor:
+        called.append(who)
+        return out.zero_()
+
+    nothing = torch.zeros(1, dtype=torch.int32)
+    monkeypatch.setattr(marlin_experts, "standing", lambda device, top_k: marlin_experts.Standing(*[nothing] * 3))
+    monkeypatch.setattr(marlin_experts, "blocks_of", lambda *_: Blocks(nothing, nothing, nothing))
+    monkeypatch.setattr(
+        marlin_experts.vllm_ops, "moe_wna16_marlin_gemm", lambda x, out, *_, **__: product("Marlin", out)
+    )
+    experts.use(replace(
+        FALLBACKS, vector_rows=vector_rows, min_pairs=min_pairs, vector_experts=lambda *given: product("few", given[5]),
+        grouped_product=lambda *given: product("many", given[4]),
+    ))  # fmt: skip
+    x, chosen = torch.ones(rows, 128), torch.arange(4, dtype=torch.int32).expand(rows, 4).contiguous()
+    assert experts(x, torch.ones(rows, 4), chosen).shape == x.shape
+    assert called == [by] * (1 if by == "few" else 2)

@@ -6,9 +6,8 @@ the middle, experts that several tokens chose. What stands in for the matrix ins
 
 from __future__ import annotations
 
-import logging
 import os
-from collections.abc import Iterator
+from dataclasses import replace
 
 import pytest
 import torch
@@ -18,9 +17,11 @@ if os.environ.get("TRITON_INTERPRET") != "1":
 
 from inkling_rl.formats import ExpertFormat
 from rollout.kernels import triton_moe_vector
+from rollout.kernels.cuda import FALLBACKS
 from rollout.kernels.triton_moe_vector import Shape
-from rollout.plugin import vector_experts
+from rollout.plugin.marlin_experts import MarlinExperts
 from tests.rollout import moe_vector_cases as cases
+from tests.rollout.test_marlin_experts import shape_of
 
 # Experts, chosen, hidden size, expert width: the tiny model; padding of the width, chains that K does not fill.
 SMALL, ODD = (6, 4, 128, 64), (5, 3, 192, 96)
@@ -48,40 +49,15 @@ def test_small_and_large_inputs(expert_format: ExpertFormat) -> None:
         cases.check(layer, 1, torch.float32, scale=size)
 
 
-class Sublayer:
-    """Of `MarlinExperts` what the switch asks for; calls give what the reference gives, times `factor`."""
-
-    def __init__(self, layer: cases.Layer, expert_format: ExpertFormat, factor: float = 1.0) -> None:
-        self.layer, self.expert_format, self.factor = layer, expert_format, factor
-        self.caps, self.w2_weight, self.asked = cases.CAPS, layer.parameters["w2_weight"], 0
-
-    def named_parameters(self) -> Iterator[tuple[str, torch.nn.Parameter]]:
-        for name, tensor in self.layer.parameters.items():
-            yield name, torch.nn.Parameter(tensor, requires_grad=False)
-
-    def __call__(self, x: torch.Tensor, weights: torch.Tensor, chosen: torch.Tensor) -> torch.Tensor:
-        self.asked += 1
-        return self.factor * cases.expected(self.layer, x, weights, chosen).to(x.dtype)
-
-
-def test_the_kernels_are_tried_once_and_against_marlin(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    layer = cases.make_layer("cpu", "nvfp4", SMALL)
+@pytest.mark.parametrize("expert_format", ["nvfp4", "mxfp8"])
+def test_the_sublayer_takes_them_for_few_tokens(expert_format: ExpertFormat) -> None:
+    shape = shape_of([expert_format] * 6)
+    sublayer = MarlinExperts(shape, expert_format)
+    sublayer.use(replace(FALLBACKS, vector_experts=triton_moe_vector.experts, vector_rows=2))
+    size = shape.num_experts, shape.experts_per_token, shape.hidden_size, shape.expert_width
+    layer = cases.make_layer("cpu", expert_format, size)
+    for name, tensor in layer.parameters.items():
+        sublayer.get_parameter(name).data.copy_(tensor)
     x, weights, chosen = cases.draw(layer, 2)
-    runs = lambda sublayer: vector_experts.runs(sublayer, x, layer.top_k)
-    monkeypatch.setattr(vector_experts, "_RUNS", {})
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
-    sublayer = Sublayer(layer, "nvfp4")
-    assert not runs(sublayer) and not sublayer.asked and not vector_experts._RUNS
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-    assert runs(sublayer) and runs(sublayer) and sublayer.asked == 1 and not caplog.records
-    got = vector_experts.forward(sublayer, x, weights, chosen)
+    got = sublayer(x, weights, chosen)
     assert got.dtype == x.dtype and cases.relative_error(got, cases.expected(layer, x, weights, chosen)) < 6e-3
-    with caplog.at_level(logging.WARNING):
-        vector_experts._RUNS.clear()
-        assert not runs(Sublayer(layer, "nvfp4", factor=1.02)) and "relative error 2." in caplog.text
-        vector_experts._RUNS.clear()
-        monkeypatch.setattr(triton_moe_vector, "experts", None)
-        assert not runs(sublayer) and "'NoneType' object is not callable" in caplog.text
