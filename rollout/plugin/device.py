@@ -16,7 +16,7 @@ import torch
 from vllm.platforms import current_platform
 
 from rollout.kernels.trials import AttentionSizes, Sizes
-from rollout.plugin.paging import CacheOwner, state_dtype
+from rollout.plugin.paging import DECODE_QUERIES, CacheOwner, state_dtype
 from rollout.plugin.shape import AttentionShape, EngineError, ModelShape
 
 logger = logging.getLogger(__name__)
@@ -90,6 +90,10 @@ def check_device(vllm_config: Any) -> None:
         _require("dtype", dtype == torch.bfloat16, "bfloat16 where adapters are loaded", dtype, "Set it to bfloat16")
     seqs = vllm_config.scheduler_config.max_num_seqs
     _require("max_num_seqs", seqs <= MAX_SEQS, f"{MAX_SEQS} or less", seqs, "Lower it")
+    if (drafts := vllm_config.speculative_config) is not None:
+        # More rows would be prefill's, which reads a request's keys once per 64 rows and head: slow, and never run so.
+        drafted, most = drafts.num_speculative_tokens, DECODE_QUERIES - 1
+        _require("speculative_config.num_speculative_tokens", drafted <= most, f"{most} or less", drafted, "Lower it")
     shape = ModelShape.from_config(vllm_config.model_config.hf_text_config)
     _require("d_rel", shape.d_rel in REL_DIMS, _one_of(REL_DIMS), shape.d_rel)
     for prefix, kind in (("", shape.full), ("swa_", shape.sliding)):
@@ -127,7 +131,7 @@ def kernel_sizes(vllm_config: Any, shape: ModelShape) -> Sizes:
         expert_formats=tuple(sorted(set(shape.expert_formats) - {"bf16"})) if dtype == torch.bfloat16 else (),
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         # Decoding, and the most rows that decode attention is given: what lies between differs in the size of a tile.
-        max_queries=(1, 8),
+        max_queries=(1, DECODE_QUERIES),
     )
 
 

@@ -16,6 +16,7 @@ from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from inkling_rl.checkpoint.tiny import tiny_config
 from inkling_rl.engine_args import command_line, engine_arguments
+from inkling_rl.formats import ExpertFormat
 from inkling_rl.recipe import Recipe
 from rollout.kernels.trials import AttentionSizes
 from rollout.plugin import device
@@ -52,6 +53,7 @@ def settings(
     cache_dtype: str = "auto",
     lora_config: object = None,
     max_num_seqs: int = 256,
+    drafted: int | None = None,
     **text: Any,
 ) -> Any:
     """As much of a vLLM configuration as the checks read; `text` changes the model."""
@@ -60,7 +62,8 @@ def settings(
         model_config=SimpleNamespace(dtype=dtype, quantization=None, hf_text_config=config),
         cache_config=SimpleNamespace(cache_dtype=cache_dtype, block_size=64),
         lora_config=lora_config,
-        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs),
+        scheduler_config=SimpleNamespace(max_num_seqs=max_num_seqs, max_num_batched_tokens=2048),
+        speculative_config=drafted and SimpleNamespace(num_speculative_tokens=drafted),
         parallel_config=SimpleNamespace(tensor_parallel_size=1, pipeline_parallel_size=1),
     )
 
@@ -68,7 +71,7 @@ def settings(
 def test_a_hopper_gpu_is_supported(monkeypatch: pytest.MonkeyPatch) -> None:
     on(monkeypatch, (9, 0))
     check_engine(settings())
-    check_engine(settings(dtype=torch.float32, cache_dtype="bfloat16"))
+    check_engine(settings(dtype=torch.float32, cache_dtype="bfloat16", drafted=7))
     assert device.gpu() == device.Gpu("Hopper", "marlin", has_run=True)
 
 
@@ -113,6 +116,8 @@ def test_blackwell_must_be_asked_for(
     ({"dtype": torch.float32, "lora_config": object()},
      r"dtype must be bfloat16 where adapters are loaded on a GPU; got torch\.float32\. Set it to bfloat16"),
     ({"max_num_seqs": 4097}, r"max_num_seqs must be 4096 or less on a GPU; got 4097\. Lower it"),
+    ({"drafted": 8},
+     r"speculative_config\.num_speculative_tokens must be 7 or less on a GPU; got 8\. Lower it"),
     ({"d_rel": 48}, "d_rel must be one of 16, 32, 64 on a GPU; got 48"),
     ({"num_attention_heads": 20, "num_key_value_heads": 2},
      "num_attention_heads / num_key_value_heads must be 8 or less on a GPU; got 10"),
@@ -144,7 +149,7 @@ def test_the_limits_are_those_of_the_kernels() -> None:
 
 
 def test_nothing_is_refused_on_a_cpu() -> None:
-    check_engine(settings(head_dim=256, d_rel=48))
+    check_engine(settings(head_dim=256, d_rel=48, drafted=8))
 
 
 @pytest.mark.parametrize(("dtype", "cache_dtype", "state"), [
@@ -159,13 +164,16 @@ def test_kernels_are_tried_with_the_sizes_of_the_model(
     from rollout.plugin.paging import CachePlan
 
     config = settings(dtype=dtype, cache_dtype=cache_dtype)
-    shape = ModelShape.from_config(config.model_config.hf_text_config)
+    formats: list[ExpertFormat] = ["bf16", "nvfp4", "nvfp4", "nvfp4", "nvfp4", "mxfp8"]
+    shape = ModelShape.from_config(config.model_config.hf_text_config, formats)
     real = VllmConfig()
     with set_current_vllm_config(real):
         plan = CachePlan.create(shape, config, "model")
     config.compilation_config = real.compilation_config
     sizes = device.kernel_sizes(config, shape)
     assert (sizes.dtype, sizes.state_dtype, sizes.hidden, sizes.experts) == (dtype, state, 128, shape.num_experts)
+    # Those of a float32 model are dense.
+    assert sizes.expert_formats == (("mxfp8", "nvfp4") if dtype is torch.bfloat16 else ()) and sizes.max_tokens == 2048
     assert sizes.conv_page == plan.conv[0].owner.spec.block_size
     full, sliding = sizes.attention
     owners = [plan.attention[shape.is_full.index(is_full)].owner for is_full in (True, False)]
