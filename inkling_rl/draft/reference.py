@@ -3,7 +3,8 @@
 A block starts at the *anchor*, the last token that is known, at position a. Its rows are the anchor's embedding and
 that of the mask token, `block_size` in all, at positions a, a + 1, ...; row k gives token a + 1 + k. Rows see one
 another in both directions and the *context*, positions before a, which comes from the target: its layers' outputs side
-by side, projected and normed. Layer for layer, keys and values of the context are the same projections as those of the block.
+by side, projected and normed. Layer for layer, keys and values of the context are the same projections as those of the
+block.
 
 The tokens of a block depend on each other through the RNN head. With state s, previous token x and hidden state h of a
 row, in the names of the tensors:

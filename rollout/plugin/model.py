@@ -1,6 +1,7 @@
 """Inkling 2's text model inside vLLM: `Inkling2ForCausalLM` and, text only, `Inkling2ForConditionalGeneration`.
 
-Not the vision tower and not the draft model: their tensors are skipped knowingly when a checkpoint is loaded. Module
+Not the vision tower and not the draft model (`rollout.plugin.draft`): their tensors are skipped knowingly when a
+checkpoint is loaded. For a draft this model gives out what some of its layers give, and registers its pages. Module
 tree and parameter names equal transformers' `Inkling2ForCausalLM` (5.24), so adapters made there fit here; for names
 with `model.language_model.` there is a mapper. On the CPU every value between layers is float32, see docs/engine.md; on
 CUDA the layers run in `rollout.plugin.fused`.
@@ -16,7 +17,7 @@ import torch.nn.functional as F
 from torch import nn
 from vllm.config import CUDAGraphMode, VllmConfig
 from vllm.forward_context import get_forward_context
-from vllm.model_executor.models.interfaces import SupportsLoRA
+from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
@@ -27,6 +28,7 @@ from rollout.plugin import fused, loader
 from rollout.plugin.attention import Attention
 from rollout.plugin.attn_residual import BlockStates, ResidualQuery, RMSNormWeight
 from rollout.plugin.conv_state import ConvStream, ShortConvolution
+from rollout.plugin.draft_config import draft_shape
 from rollout.plugin.experts import SparseMoe
 from rollout.plugin.linear import Weight
 from rollout.plugin.options import strict_kernels
@@ -113,7 +115,7 @@ class TextModel(nn.Module):
         )
         self.norm = RMSNormWeight(shape.hidden_size)
         self.final_input = ResidualQuery(shape.hidden_size)
-        self.cache = CachePlan.create(shape, vllm_config, prefix)
+        self.cache = CachePlan.create(shape, vllm_config, prefix, draft_shape(vllm_config))
         self.kernels: Kernels | None = None
         """On CUDA only."""
 
@@ -123,11 +125,18 @@ class TextModel(nn.Module):
         for layer in self.layers:
             layer.mlp.use(kernels)  # type: ignore[operator, union-attr]
 
-    def forward(self, hidden_TH: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
-        """Final hidden states of the step's rows [T, H] in the dtype of `hidden`, from embedded tokens."""
+    def forward(
+        self, hidden_TH: torch.Tensor, positions_T: torch.Tensor, outputs: list[torch.Tensor] | None = None
+    ) -> torch.Tensor:
+        """Final hidden states of the step's rows [T, H] in the dtype of `hidden`, from embedded tokens.
+
+        `outputs` gets what each layer gives, [T, H]; on the CPU only.
+        """
         metadata = get_forward_context().attn_metadata
         if metadata is None:
             # Profiling without pages. On the CPU nothing here allocates more than a real step.
+            if outputs is not None:
+                outputs += [hidden_TH] * len(self.layers)
             return fused.reserve(self, hidden_TH) if hidden_TH.is_cuda else torch.zeros_like(hidden_TH)
         if hidden_TH.is_cuda:
             assert self.kernels is not None
@@ -137,6 +146,8 @@ class TextModel(nn.Module):
         for layer, attention, conv in zip(self.layers, self.cache.attention, self.cache.conv, strict=True):
             stream = ConvStream(conv.view(), metadata[conv.key].batch)
             hidden_TH = layer(hidden_TH, blocks, stream, attention.view(), metadata[attention.key])
+            if outputs is not None:
+                outputs.append(hidden_TH)
         return blocks.mix(hidden_TH, self.final_input, (self.norm,), self.shape.norm_eps)[0]
 
 
@@ -153,7 +164,7 @@ def load_kernels(vllm_config: VllmConfig, shape: ModelShape) -> Kernels:
     return kernels
 
 
-class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
+class Inkling2ForCausalLM(nn.Module, SupportsLoRA, SupportsEagle3):
     """What vLLM instantiates for both architecture names."""
 
     # Adapter keys of the full (vision) class carry one more level.
@@ -173,6 +184,8 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
         self.model = TextModel(self.shape, vllm_config, f"{prefix}.model".lstrip("."))
         if not current_platform.is_cpu():
             self.model.use(load_kernels(vllm_config, self.shape))
+        self.tapped: tuple[int, ...] = ()
+        """Layers whose outputs a draft sees."""
         dtype = vllm_config.model_config.dtype
         self.lm_head = Weight(self.shape.unpadded_vocab_size, self.shape.hidden_size, dtype=dtype)
 
@@ -186,12 +199,27 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA):
         positions: torch.Tensor,
         intermediate_tensors: object = None,
         inputs_embeds: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """Hidden states [T, H], float32 on the CPU. Positions follow from the page tables there and are not used."""
+    ) -> torch.Tensor | tuple[torch.Tensor, list[torch.Tensor]]:
+        """Hidden states [T, H], float32 on the CPU; with a draft, the outputs of the layers that it sees beside them.
+
+        Positions follow from the page tables on a CPU and are not used.
+        """
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
-        return self.model(inputs_embeds, positions)
+        if not self.tapped:
+            return self.model(inputs_embeds, positions)
+        outputs: list[torch.Tensor] = []
+        hidden_states = self.model(inputs_embeds, positions, outputs)
+        return hidden_states, [outputs[layer] for layer in self.tapped]
+
+    def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
+        """Part of vLLM's interface for drafts: layer n + 1 there stands for the output of layer n."""
+        self.tapped = tuple(layer - 1 for layer in layers)
+
+    def get_eagle3_default_aux_hidden_state_layers(self) -> tuple[int, ...]:
+        """A draft always names its layers."""
+        raise AssertionError("the draft's config names no target layers")
 
     def compute_logits(self, hidden_states: torch.Tensor) -> torch.Tensor:
         """Softcapped float32 logits [T, vocab_size]; the columns of padding tokens are -inf."""

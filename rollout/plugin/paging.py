@@ -6,6 +6,9 @@ be: full layers, and as many *owners* of sliding and of convolution state as the
 state of several layers side by side in one page. All pages have the same number of bytes: block sizes are chosen here
 (powers of two) and the rest of a page is padding, which vLLM reads through a strided view.
 
+A draft's layers are a fourth kind: as many owners again, because vLLM wants as many in every group. Where its layers
+are fewer, some owners hold none, which costs nothing: the group's page is as large anyway.
+
 The number of tokens in a block must always be read from the bound cache's shape; vLLM scales block sizes on its own.
 """
 
@@ -27,6 +30,7 @@ from vllm.v1.attention.backend import (
 from vllm.v1.kv_cache_interface import FullAttentionSpec, KVCacheSpec, SlidingWindowSpec
 from vllm.v1.kv_cache_layout import KVCacheLayout
 
+from inkling_rl.draft.shape import DraftShape
 from rollout.kernels.paged import PagedBatch
 from rollout.plugin.shape import ModelShape
 
@@ -146,6 +150,9 @@ class PageGeometry:
         used = block * heads * channels * dtype.itemsize
         padded = None if used == self.page_bytes else self.page_bytes
         common = {"block_size": block, "num_kv_heads": heads, "dtype": dtype, "page_size_padded": padded}
+        if kind == "draft":
+            # Fields unlike those of full layers keep vLLM from dealing the draft's layers over the target's groups.
+            return FullAttentionSpec(head_size=channels, head_size_v=0, **common)
         if window is None:
             return FullAttentionSpec(head_size=channels // 2, **common)
         return SlidingWindowSpec(head_size=channels, head_size_v=0, sliding_window=window, **common)
@@ -198,13 +205,16 @@ class CacheSlice:
 
 @dataclass(frozen=True, slots=True)
 class CachePlan:
-    """The slice of every layer: attention state and convolution state."""
+    """The slice of every layer: attention state and convolution state; those of the draft's layers."""
 
     attention: list[CacheSlice]
     conv: list[CacheSlice]
+    draft: list[CacheSlice]
 
     @classmethod
-    def create(cls, shape: ModelShape, vllm_config: VllmConfig, prefix: str) -> CachePlan:
+    def create(
+        cls, shape: ModelShape, vllm_config: VllmConfig, prefix: str, draft: DraftShape | None = None
+    ) -> CachePlan:
         """Make the owners and register them with vLLM, for the model whose layers are `prefix.layers.N`."""
         dtype = state_dtype(vllm_config)
         full_layers = [layer for layer in range(shape.num_layers) if shape.is_full[layer]]
@@ -217,6 +227,9 @@ class CachePlan:
             "sliding": (shape.sliding.num_kv_heads, 2 * shape.sliding.head_dim, sliding_groups),
             "conv": (1, conv_channels(shape), conv_groups),
         }
+        if draft is not None:
+            deal = _deal_all(list(range(draft.num_layers)), num_owners)
+            kinds["draft"] = (draft.num_kv_heads, 2 * draft.head_dim, deal)
         geometry = PageGeometry.fit(
             vllm_config.cache_config.block_size,
             {
@@ -225,18 +238,20 @@ class CachePlan:
                 if groups
             },
         )
-        windows = {"full": None, "sliding": shape.sliding.window, "conv": shape.conv_taps}
+        windows = {"full": None, "sliding": shape.sliding.window, "conv": shape.conv_taps, "draft": None}
         slices: dict[str, dict[int, CacheSlice]] = {}
         for kind, (heads, channels, groups) in kinds.items():
             slices[kind] = {}
-            for group in groups:
+            for number, group in enumerate(groups):
                 spec = geometry.spec(kind, heads, len(groups[0]) * channels, dtype, windows[kind])
-                owner = CacheOwner(spec, f"{prefix}.layers.{group[0]}.{kind}_cache")
+                place = f"draft.{number}" if kind == "draft" else f"layers.{group[0]}"
+                owner = CacheOwner(spec, f"{prefix}.{place}.{kind}_cache")
                 for index, layer in enumerate(group):
                     slices[kind][layer] = CacheSlice(owner, index * channels, (index + 1) * channels)
         attention = slices["full"] | slices["sliding"]
         layers = range(shape.num_layers)
-        return cls([attention[layer] for layer in layers], [slices["conv"][layer] for layer in layers])
+        of_draft = list(slices.get("draft", {}).values())
+        return cls([attention[layer] for layer in layers], [slices["conv"][layer] for layer in layers], of_draft)
 
 
 def state_dtype(vllm_config: VllmConfig) -> torch.dtype:
@@ -257,6 +272,12 @@ def conv_channels(shape: ModelShape) -> int:
     """
     kv = max(kind.num_kv_heads * kind.head_dim for kind in (shape.full, shape.sliding))
     return 2 * kv + 2 * shape.hidden_size
+
+
+def _deal_all(layers: list[int], num_groups: int) -> list[list[int]]:
+    """Exactly so many runs, the first ones as long as possible alike and the last ones empty where layers are few."""
+    size = -(-len(layers) // num_groups)
+    return [layers[size * group : size * (group + 1)] for group in range(num_groups)]
 
 
 def _deal(layers: list[int], num_groups: int) -> list[list[int]]:

@@ -15,12 +15,14 @@ from dataclasses import dataclass
 from vllm.model_executor.models.registry import ModelRegistry, _LazyRegisteredModel, _ModelInfo
 
 from rollout.launcher import LAUNCHER_VARIABLE, watch_launcher
-from rollout.plugin import compat
+from rollout.plugin import compat, draft_config, drafting
 from rollout.plugin.shape import EngineError
 
 ARCHITECTURES = ("Inkling2ForCausalLM", "Inkling2ForConditionalGeneration")
 MODEL_MODULE = "rollout.plugin.model"
 MODEL_CLASS = "Inkling2ForCausalLM"
+DRAFT_MODULE = "rollout.plugin.draft"
+DRAFT_CLASS = "Draft"
 
 
 @dataclass(frozen=True)
@@ -33,7 +35,7 @@ class KnownModel(_LazyRegisteredModel):
 
     def inspect_model_cls(self) -> _ModelInfo:
         return _ModelInfo(
-            architecture=MODEL_CLASS,
+            architecture=self.class_name,
             is_text_generation_model=True,
             is_pooling_model=False,
             attn_type="decoder",
@@ -71,10 +73,13 @@ def _register_models() -> None:
         # A vLLM that knows Inkling 2 itself keeps its own model.
         if architecture not in ModelRegistry.models:
             ModelRegistry.models[architecture] = KnownModel(MODEL_MODULE, MODEL_CLASS)
+    for architecture in draft_config.ARCHITECTURES:
+        # Looked at only: `rollout.plugin.proposer` builds the draft.
+        ModelRegistry.models[architecture] = KnownModel(DRAFT_MODULE, DRAFT_CLASS)
 
 
 def _models_are_registered() -> bool:
-    return all(architecture in ModelRegistry.models for architecture in ARCHITECTURES)
+    return all(name in ModelRegistry.models for name in (*ARCHITECTURES, *draft_config.ARCHITECTURES))
 
 
 def _watch_launcher() -> None:
@@ -90,6 +95,7 @@ STEPS: dict[str, Step] = {
     "model registration": Step(_register_models, _models_are_registered),
     "config conversion": Step(compat.register_config, compat.config_is_registered),
     "LoRA name check": Step(compat.allow_lora, compat.lora_is_allowed),
+    "draft configuration": Step(drafting.register, drafting.is_registered),
     "launcher watch": Step(_watch_launcher, _launcher_is_watched),
 }
 

@@ -1,0 +1,116 @@
+"""The draft as vLLM's configuration sees it: a model of its own beside the target, under `speculative_config`.
+
+vLLM 0.30 has DSpark for GPUs and plain Markov heads only; on a CPU our draft runs as method `dflash`, whose proposer is
+replaced by `rollout.plugin.proposer`. Here: which config class that draft has, how the `dspark_*` keys of a target
+become one, and whether a configuration asks for such a draft at all.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from transformers import AutoConfig, PretrainedConfig
+from vllm.config.speculative import SpeculativeConfig
+
+from inkling_rl.checkpoint.reader import read_json
+from inkling_rl.draft.checkpoint import DraftCheckpoint
+from inkling_rl.draft.shape import STANDALONE_MODEL_TYPE, DraftShape, as_release, standalone_config
+from rollout.plugin.compat import MODEL_TYPES
+from rollout.plugin.shape import EngineError
+
+ARCHITECTURES = ("Inkling2DSparkModel", "DFlashInkling2DSparkModel")
+"""Of a draft: vLLM puts `DFlash` before that of any draft of that method."""
+
+METHOD = "dflash"
+_original = SpeculativeConfig.hf_config_override
+
+
+class Inkling2DSparkConfig(PretrainedConfig):
+    """A draft's config.json in the flat form, see `inkling_rl.draft.shape`."""
+
+    model_type = STANDALONE_MODEL_TYPE
+
+
+def hf_config_override(config: PretrainedConfig) -> PretrainedConfig:
+    """In place of vLLM's: the draft that a target's config.json describes, or that of a directory of its own.
+
+    Raises:
+        CheckpointError: the checkpoint holds no draft.
+    """
+    if config.model_type not in (*MODEL_TYPES, STANDALONE_MODEL_TYPE):
+        return _original(config)
+    flat = standalone_config(config.to_dict())
+    text = getattr(config, "text_config", config)
+    return Inkling2DSparkConfig(
+        **flat,
+        # vLLM's own names for the same things.
+        dflash_config={"mask_token_id": flat["mask_token_id"], "target_layer_ids": flat["target_layer_ids"]},
+        max_position_embeddings=getattr(text, "max_position_embeddings", 1 << 20),
+    )
+
+
+def register() -> None:
+    """Make the config class and the override known; idempotent."""
+    AutoConfig.register(STANDALONE_MODEL_TYPE, Inkling2DSparkConfig, exist_ok=True)
+    SpeculativeConfig.hf_config_override = staticmethod(hf_config_override)
+
+
+def is_registered() -> bool:
+    return SpeculativeConfig.hf_config_override is hf_config_override
+
+
+def is_ours(speculative: Any) -> bool:
+    """Whether a vLLM `SpeculativeConfig` (or None) asks for a draft of this plugin."""
+    draft = getattr(speculative, "draft_model_config", None)
+    return draft is not None and not set(ARCHITECTURES).isdisjoint(draft.architectures or [])
+
+
+def draft_shape(vllm_config: Any) -> DraftShape | None:
+    """Sizes of the draft that is asked for, checked against the target and its own files; None without one.
+
+    Raises:
+        CheckpointError: a draft for another target, or one that is not whole.
+        EngineError: drafting asked for in a way that this engine has not.
+    """
+    speculative = vllm_config.speculative_config
+    if speculative is None or speculative.method in ("ngram", "suffix"):
+        return None
+    if not is_ours(speculative):
+        raise EngineError(
+            f"speculative_config.method must be {METHOD} (a DSpark draft), ngram or suffix for Inkling 2; got "
+            f"{speculative.method}. Leave it out, or use rollout.draft"
+        )
+    _check(vllm_config)
+    target = read_json(Path(vllm_config.model_config.model) / "config.json")
+    if vllm_config.load_config.load_format == "dummy":
+        return DraftShape.from_config(as_release(read_json(Path(speculative.model) / "config.json")))
+    draft = DraftCheckpoint.open(speculative.model, target)
+    draft.check_tokens(speculative.num_speculative_tokens)
+    return draft.shape
+
+
+def open_draft(vllm_config: Any) -> DraftCheckpoint:
+    """The draft's files; `draft_shape` has checked them."""
+    target = read_json(Path(vllm_config.model_config.model) / "config.json")
+    return DraftCheckpoint.open(vllm_config.speculative_config.model, target)
+
+
+def _check(vllm_config: Any) -> None:
+    from vllm.platforms import current_platform
+
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    _require("device", current_platform.is_cpu(), "a CPU", current_platform.device_name, "Leave rollout.draft out")
+    _require("async_scheduling", not scheduler.async_scheduling, "off", scheduler.async_scheduling, "Leave it out")
+    method = speculative.rejection_sample_method
+    _require("rejection_sample_method", method == "standard", "standard", method, "Leave it out")
+    padded = not speculative.disable_padded_drafter_batch
+    _require("disable_padded_drafter_batch", padded, "false", not padded, "Leave it out")
+    schedule = speculative.num_speculative_tokens_per_batch_size
+    _require("num_speculative_tokens_per_batch_size", schedule is None, "left unset", schedule, "Leave it out")
+    _require("kv_transfer_config", vllm_config.kv_transfer_config is None, "left unset", "one", "Leave it out")
+
+
+def _require(name: str, holds: bool, requirement: str, value: object, remedy: str) -> None:
+    if not holds:
+        raise EngineError(f"{name} must be {requirement} where a draft is used; got {value}. {remedy}")

@@ -1,0 +1,190 @@
+"""Drafting with DSpark in vLLM's V1 runner: what that runner calls a proposer, for a CPU.
+
+Stands in for vLLM's `DFlashProposer`, whose hooks it keeps (target hidden states, pages of its own, draft
+probabilities) and whose arithmetic it replaces. A step of the runner ends here: the context of the step's tokens goes
+into the draft's pages, then every request that has just got a token is drafted a block of tokens after it.
+
+Lossless by construction: whatever is drafted, `rollout.plugin.rejection` makes the output that of the target. What
+must be right for it is that the probabilities handed on are those the tokens were drawn from. They are: `draw` takes
+both from the same tensor.
+"""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from vllm.v1.spec_decode.dflash import DFlashProposer
+
+from rollout.plugin import draft_config
+from rollout.plugin.draft import Blocks, Draft
+from rollout.plugin.paging import CacheOwner
+
+logger = logging.getLogger("vllm.inkling2.draft")
+SILENT_STEPS = 256
+"""Verified drafts in a row without one accepted token after which a warning is due."""
+
+
+class AnyProposer(DFlashProposer):
+    """In the place of vLLM's class: ours for a draft of Inkling 2, vLLM's own for any other."""
+
+    def __new__(cls, vllm_config: Any, *arguments: Any, **options: Any) -> AnyProposer:
+        ours = draft_config.is_ours(vllm_config.speculative_config)
+        return super().__new__(DSparkProposer if ours else cls)
+
+
+class DSparkProposer(AnyProposer):
+    """Drafts `num_speculative_tokens` tokens per request and step, or less where the block is cut off."""
+
+    def __init__(self, vllm_config: Any, device: torch.device, runner: Any = None) -> None:
+        super().__init__(vllm_config, device, runner)
+        self.runner = runner
+        self.model: Draft = None  # type: ignore[assignment]
+        self.target: Any = None
+        self.silent = 0
+        """Drafts verified since a drafted token was last accepted."""
+
+    def load_model(self, target_model: Any) -> None:
+        """Build the draft on the target's pages, embedding and head, and read its weights."""
+        config = self.vllm_config
+        shape = draft_config.draft_shape(config)
+        assert shape is not None
+        cache = target_model.model.cache.draft
+        self.model = Draft(shape, config.model_config.dtype, cache).eval()
+        if config.load_config.load_format == "dummy":
+            from rollout.plugin import dummy
+
+            dummy.fill(self.model)
+        else:
+            self.model.load(draft_config.open_draft(config))
+        self.target = target_model
+        layers = config.compilation_config.static_forward_context
+        self._draft_attn_layer_names = {
+            name for name, owner in layers.items() if isinstance(owner, CacheOwner) and name.endswith(".draft_cache")
+        }
+
+    def dummy_run(self, *arguments: Any, **options: Any) -> None:
+        """Nothing to warm up: no part of the draft is compiled, and its memory is small beside the target's."""
+
+    @torch.inference_mode()
+    def propose(
+        self,
+        num_speculative_tokens: int,
+        target_token_ids: torch.Tensor,
+        target_positions: torch.Tensor,
+        target_hidden_states: torch.Tensor,
+        next_token_ids: torch.Tensor,
+        token_indices_to_sample: torch.Tensor | None,
+        common_attn_metadata: Any,
+        sampling_metadata: Any,
+        mm_embed_inputs: Any = None,
+        num_rejected_tokens_gpu: torch.Tensor | None = None,
+        slot_mappings: Any = None,
+    ) -> torch.Tensor:
+        """Store the step's context and draft, int64 [requests, num_speculative_tokens]; 0 where a prompt is not done.
+
+        The parameters are the runner's. Hidden states are the tapped layers' outputs side by side, rejected tokens'
+        included; `common_attn_metadata` is that of the draft's group of pages.
+        """
+        common, num_rows = common_attn_metadata, len(target_hidden_states)
+        slots = common.slot_mapping[:num_rows]
+        self.model.store_context(target_hidden_states.float(), target_positions.long(), slots)
+        lengths = common.seq_lens.long()
+        if num_rejected_tokens_gpu is not None:
+            lengths = lengths - num_rejected_tokens_gpu
+        num_requests = len(lengths)
+        unfinished = torch.from_numpy(self.runner.discard_request_mask.np[:num_requests])
+        drafting = (~unfinished).nonzero()[:, 0]
+        tokens = torch.zeros(num_requests, num_speculative_tokens, dtype=torch.int64)
+        self._last_draft_probs = None
+        if len(drafting) == 0:
+            return tokens
+        blocks = Blocks(lengths[drafting], common.block_table_tensor[drafting])
+        sampler = Sampler(sampling_metadata, drafting.tolist(), self._enable_probabilistic_draft_probs)
+        drafted, probs = self.draft(next_token_ids[drafting].long(), blocks, num_speculative_tokens, sampler)
+        tokens[drafting] = drafted
+        if probs is not None:
+            self._last_draft_probs = probs.new_zeros(num_requests, *probs.shape[1:])
+            self._last_draft_probs[drafting] = probs
+        return tokens
+
+    def draft(
+        self, anchors_R: torch.Tensor, blocks: Blocks, num_tokens: int, sampler: Sampler
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Tokens int64 [R, num_tokens] and, where they were drawn, their distributions float32 [R, num_tokens, V]."""
+        shape, head = self.model.shape, self.model.markov_head
+        # A whole block whatever is asked for: its rows see one another, and it was trained so.
+        ids_RB = torch.full((len(anchors_R), shape.block_size), shape.mask_token_id)
+        ids_RB[:, 0] = anchors_R
+        hidden_TH = self.model.hidden(self.target.embed_input_ids(ids_RB.flatten()), blocks)
+        hidden_RBH = hidden_TH.unflatten(0, ids_RB.shape)[:, :num_tokens]
+        rows_TH = hidden_RBH.flatten(0, 1)
+        logits_RBV = self.target.compute_logits(rows_TH).unflatten(0, hidden_RBH.shape[:2])
+        prepared_RBJ = head.prepare(rows_TH).unflatten(0, hidden_RBH.shape[:2])
+        state_RS, previous_R = hidden_TH.new_zeros(len(anchors_R), shape.rank), anchors_R
+        tokens, probs = [], []
+        for index in range(num_tokens):
+            state_RS, added_RV = head(state_RS, head.embed(previous_R), prepared_RBJ[:, index])
+            previous_R, probs_RV = sampler.draw(logits_RBV[:, index] + added_RV)
+            tokens.append(previous_R)
+            probs.append(probs_RV)
+        drawn = [each for each in probs if each is not None]
+        return torch.stack(tokens, dim=1), torch.stack(drawn, dim=1) if drawn else None
+
+    def prepare_inputs_padded(
+        self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: torch.Tensor
+    ) -> Any:
+        """vLLM's, and a look at what became of the last drafts."""
+        drafted = torch.tensor(spec_decode_metadata.num_draft_tokens)
+        verified = drafted > 0
+        self.watch(int(verified.sum()), int((valid_sampled_tokens_count - 1)[verified].clamp(min=0).sum()))
+        return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
+
+    def watch(self, num_verified: int, num_accepted: int) -> None:
+        """Warn once per stretch of drafts of which nothing was accepted: they only cost time."""
+        if num_accepted:
+            self.silent = 0
+            return
+        before, self.silent = self.silent, self.silent + num_verified
+        if before < SILENT_STEPS <= self.silent:
+            logger.warning(
+                "the draft has had none of its tokens accepted in %d drafts of %d tokens: drafting only costs time. "
+                "Train it for this model, or leave rollout.draft out",
+                self.silent,
+                self.num_speculative_tokens,
+            )
+
+
+class Sampler:
+    """How the requests of a step draw their drafts: by their temperature and with their own generators."""
+
+    def __init__(self, metadata: Any, rows: list[int], probabilistic: bool) -> None:
+        forbidden_RV = metadata.allowed_token_ids_mask
+        self.forbidden_RV = None if forbidden_RV is None else forbidden_RV[rows]
+        self.is_greedy = metadata.all_greedy or not probabilistic
+        if self.is_greedy:
+            return
+        temperature_R = metadata.temperature[rows]
+        # vLLM's own bound of what counts as greedy.
+        self.greedy_R = temperature_R < 1e-5
+        self.temperature_R1 = torch.where(self.greedy_R, 1.0, temperature_R)[:, None]
+        self.generators = [(place, metadata.generators.get(row)) for place, row in enumerate(rows)]
+
+    def draw(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """A token per request, int64 [R], and the distributions they were drawn from, None if all are the likeliest.
+
+        The rows of greedy requests in the second are not used: their drafts are verified by comparison. Of what bends a
+        target's distribution only temperature and allowed tokens bend the draft's; the rest costs acceptance alone.
+        """
+        if self.forbidden_RV is not None:
+            logits_RV = logits_RV.masked_fill(self.forbidden_RV, float("-inf"))
+        if self.is_greedy:
+            return logits_RV.argmax(-1), None
+        probs_RV = (logits_RV / self.temperature_R1).softmax(-1)
+        noise_RV = torch.empty_like(probs_RV).exponential_()
+        for place, generator in self.generators:
+            if generator is not None:
+                noise_RV[place].exponential_(generator=generator)
+        drawn_R = (probs_RV / noise_RV).argmax(-1)
+        return torch.where(self.greedy_R, logits_RV.argmax(-1), drawn_R), probs_RV

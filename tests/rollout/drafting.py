@@ -1,0 +1,93 @@
+"""What tests of drafting share: engine arguments, a look at what is drafted, and drafts that are good on purpose."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+NUM_TOKENS = 7
+
+
+def speculative(path: str | Path, sampling: str = "probabilistic", num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
+    """vLLM's `speculative_config` for a draft."""
+    return {
+        "method": "dflash",
+        "model": str(path),
+        "num_speculative_tokens": num_tokens,
+        "draft_sample_method": sampling,
+        "disable_eagle_block_drop": True,
+    }
+
+
+def counter(llm: Any, name: str) -> int:
+    """A counter of vLLM's: num_drafts, num_draft_tokens, num_accepted_tokens."""
+    return sum(int(m.value) for m in llm.get_metrics() if m.name == f"vllm:spec_decode_{name}")
+
+
+@dataclass(frozen=True)
+class Drafted:
+    """One block as the engine drafted it."""
+
+    request: str
+    length: int
+    """Tokens of context."""
+
+    anchor: int
+    tokens: list[int]
+    hidden: torch.Tensor
+    """[block_size, H]."""
+
+
+@contextmanager
+def watched(monkeypatch: Any) -> Iterator[list[Drafted]]:
+    """Every block that engines in this process draft inside the block."""
+    from rollout.plugin.draft import Draft
+    from rollout.plugin.proposer import DSparkProposer
+
+    seen: list[Drafted] = []
+    hidden: list[torch.Tensor] = []
+    draft, compute = DSparkProposer.draft, Draft.hidden
+
+    def spy_hidden(self: Any, *arguments: Any) -> torch.Tensor:
+        hidden.append(compute(self, *arguments))
+        return hidden[-1]
+
+    def spy(self: Any, anchors: torch.Tensor, blocks: Any, num_tokens: int, sampler: Any) -> Any:
+        result = draft(self, anchors, blocks, num_tokens, sampler)
+        unfinished = self.runner.discard_request_mask.np
+        rows = [row for row in range(self.runner.input_batch.num_reqs) if not unfinished[row]]
+        states = hidden.pop().unflatten(0, (len(rows), -1))
+        for place, row in enumerate(rows):
+            request = self.runner.input_batch.req_ids[row]
+            length, anchor = int(blocks.lengths[place]), int(anchors[place])
+            seen.append(Drafted(request, length, anchor, result[0][place].tolist(), states[place]))
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Draft, "hidden", spy_hidden)
+        patch.setattr(DSparkProposer, "draft", spy)
+        yield seen
+
+
+@contextmanager
+def drafts(monkeypatch: Any, tokens: Callable[[str, int], Sequence[int]]) -> Iterator[None]:
+    """Engines draft `tokens(request, length of its context)` as if certain, whatever the draft model says."""
+    from rollout.plugin.proposer import DSparkProposer
+
+    def draft(self: Any, anchors: torch.Tensor, blocks: Any, num_tokens: int, sampler: Any) -> Any:
+        unfinished = self.runner.discard_request_mask.np
+        rows = [row for row in range(self.runner.input_batch.num_reqs) if not unfinished[row]]
+        ids = [self.runner.input_batch.req_ids[row] for row in rows]
+        drafted = [
+            list(tokens(name, int(length)))[:num_tokens] for name, length in zip(ids, blocks.lengths, strict=True)
+        ]
+        return torch.tensor([row + [0] * (num_tokens - len(row)) for row in drafted]), None
+
+    with monkeypatch.context() as patch:
+        patch.setattr(DSparkProposer, "draft", draft)
+        yield
