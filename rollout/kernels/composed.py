@@ -9,6 +9,7 @@ import torch
 
 from rollout.kernels import reference
 from rollout.kernels.paged import PagedBatch
+from rollout.kernels.units import LOG2_E, query_units
 
 
 def tap_sources(batch: PagedBatch, num_rows: int, tokens_per_block: int) -> torch.Tensor:
@@ -58,12 +59,34 @@ def prepare_queries(
     positions_T: torch.Tensor | None = None,
     log_scaling: tuple[float, int] | None = None,
 ) -> torch.Tensor:
-    """Queries, or per-token mixtures of the relative bias, scaled, clipped, times tau; [T, N, D]."""
-    q_TND = reference.clip_norm(q_TC.float().unflatten(-1, scale_ND.shape) * scale_ND.float(), clip)
+    """Queries scaled, clipped, times tau, in the units of `rollout.kernels.units`; [T, N, D]."""
+    units = query_units(scale_ND.shape[1])
+    return _scaled_and_clipped(q_TC, scale_ND, clip, positions_T, log_scaling) * units
+
+
+def prepare_mixtures(
+    r_TC: torch.Tensor,
+    scale_NM: torch.Tensor,
+    clip: float,
+    positions_T: torch.Tensor | None = None,
+    log_scaling: tuple[float, int] | None = None,
+) -> torch.Tensor:
+    """The same of each token's mixtures of the relative bias; [T, N, M]."""
+    return _scaled_and_clipped(r_TC, scale_NM, clip, positions_T, log_scaling) * LOG2_E
+
+
+def _scaled_and_clipped(
+    x_TC: torch.Tensor,
+    scale_NC: torch.Tensor,
+    clip: float,
+    positions_T: torch.Tensor | None,
+    log_scaling: tuple[float, int] | None,
+) -> torch.Tensor:
+    x_TNC = reference.clip_norm(x_TC.float().unflatten(-1, scale_NC.shape) * scale_NC.float(), clip)
     if log_scaling is None:
-        return q_TND
+        return x_TNC
     assert positions_T is not None
-    return q_TND * reference.log_scale(positions_T, *log_scaling)[:, None, None]
+    return x_TNC * reference.log_scale(positions_T, *log_scaling)[:, None, None]
 
 
 def route(

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 
 from rollout.kernels import composed, reference
 from rollout.kernels.paged import PagedBatch
+from rollout.kernels.units import LOG2_E, query_units
 
 LAGS = 3
 
@@ -107,7 +108,7 @@ def prepare(
     stored_TKC = torch.cat([reference.clip_norm(k_TKD, q_clip), reference.rms_norm(v_TKD, None, norm_eps)], dim=-1)
     _store(stored_TKC.to(kv_BKNC.dtype), kv_BKNC.transpose(1, 2), kv_slots_T)
     q_out_TND.copy_(composed.prepare_queries(q_TC, q_scale_ND, q_clip, positions_T, log_scaling))
-    r_out_TNM.copy_(composed.prepare_queries(r_TC, r_scale_NM, r_clip, positions_T, log_scaling))
+    r_out_TNM.copy_(composed.prepare_mixtures(r_TC, r_scale_NM, r_clip, positions_T, log_scaling))
 
 
 def conv_mix(
@@ -342,8 +343,9 @@ def prefill_attention(
     num_heads, kv_heads, rel = sink_TN.shape[1], kv_BKNC.shape[1], proj_MR.shape[0]
     head_dim, group = q_TC.shape[1] // num_heads, num_heads // kv_heads
     if q_scale_ND is None or r_scale_NM is None:
-        # Scaled, clipped and multiplied by the log-length factor already: what follows changes nothing.
-        q_scale_ND, r_scale_NM = q_TC.new_ones(num_heads, head_dim), r_TC.new_ones(num_heads, rel)
+        # Prepared already: back to natural units, and nothing else.
+        q_scale_ND = sink_TN.new_full((num_heads, head_dim), 1.0 / query_units(head_dim), dtype=torch.float32)
+        r_scale_NM = sink_TN.new_full((num_heads, rel), 1.0 / LOG2_E, dtype=torch.float32)
         q_clip, r_clip, log_scaling = math.inf, math.inf, None
     out_TC = q_TC.new_zeros(q_TC.shape, dtype=out_dtype)
     for piece, rows, first, last in _pieces(batch, num_heads, kv_heads, window):

@@ -1,7 +1,7 @@
 """What `rollout.kernels.gluon_prefill` and `gluon_persistent` both ask of an item: 64 positions of one request.
 
-Which request, which keys, in which pages; how its queries are scaled. Layouts are those of the loads: a thread has 16
-bytes of a row. No kernel of its own.
+Which request, which keys, in which pages; how queries that come raw are scaled. Layouts are those of the loads: a
+thread has 16 bytes of a row. No kernel of its own.
 """
 
 from __future__ import annotations
@@ -10,9 +10,10 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import async_copy
 
+from rollout.kernels import units
 from rollout.kernels.gluon_ring import KEYS, ROWS
 
-LOG2_E = gl.constexpr(1.4426950408889634)
+LOG2_E = gl.constexpr(units.LOG2_E)
 WIDE = gl.constexpr(gl.BlockedLayout([1, 8], [4, 8], [4, 1], [1, 0]))
 NARROW = gl.constexpr(gl.BlockedLayout([1, 8], [8, 4], [4, 1], [1, 0]))
 # Prompts beside decoding requests are a later part of a step's tensors, which begins anywhere, and a table is as wide
@@ -79,18 +80,13 @@ def load_profiles(t_s, entry, first, REL: gl.constexpr):
 
 
 @gluon.jit
-def clipped(x, scale, column, clip):
+def prepared(x, scale, column, clip, p, units, alpha, floor, LOG_SCALING: gl.constexpr):
+    """Rows at positions `p` scaled, clipped and in units (`rollout.kernels.units`); as they are without `scale`."""
     if scale is not None:
         x = x * gl.load(scale + column).to(gl.float32)[None, :]
         norm = gl.sqrt(gl.sum(x * x, 1))
-        x = x * gl.minimum(clip / (norm + 1e-6), 1.0)[:, None]
+        factor = gl.minimum(clip / (norm + 1e-6), 1.0) * units
+        if LOG_SCALING:
+            factor *= 1.0 + alpha * gl.log(gl.maximum((p + 1).to(gl.float32) / floor, 1.0))
+        x = x * factor[:, None]
     return x
-
-
-@gluon.jit
-def score_units(p, alpha, floor, LOG_SCALING: gl.constexpr):
-    """What queries at positions `p` are multiplied by, as a column: scores are in units of log2."""
-    units = p.to(gl.float32) * 0.0 + LOG2_E
-    if LOG_SCALING:
-        units *= 1.0 + alpha * gl.log(gl.maximum((p + 1).to(gl.float32) / floor, 1.0))
-    return units[:, None]

@@ -1,20 +1,20 @@
 """Prefill attention for Hopper where one program computes many tiles of queries: no start or end stands alone.
 
 The arithmetic, bit by bit, is that of `rollout.kernels.gluon_prefill`, whose parts these are; `Tiles.persistent` of
-`rollout.kernels.triton_prefill` chooses. There each program has 64 positions of two heads, and nothing else happens in
-a multiprocessor while it starts and ends: 14,000 to 19,000 of 48,000 cycles at a window of 1024 (from times at 4.5, 16
-and 64 tiles of keys). Here every multiprocessor has one program that takes such items in turn, and
+`rollout.kernels.triton_prefill` chooses, for rows as an engine has them: queries and `r` prepared, all in the dtypes
+that the products take. There each program has 64 positions of two heads, and nothing else happens in a multiprocessor
+while it starts and ends: 14,000 to 19,000 of 48,000 cycles at a window of 1024 (from times at 4.5, 16 and 64 tiles of
+keys). Here every multiprocessor has one program that takes such items in turn, and
 
 - the loading warpgroup goes from the last keys of an item straight to the first of the next one; it also loads queries
-  and `r` as they are, and gates near the end. All waiting for memory lies behind the products of the item before.
-- the computing warpgroups scale and clip queries in shared memory, in place, and with `HELD` keep them in registers,
-  as the product's left operand. A product of 64 x 64 x 16 takes 32 cycles of the matrix unit and, with both operands
-  from shared memory, as many of that; so this saves 256 of 1,500 cycles of shared memory per tile. It also frees the
-  memory of the queries for those of the next item while this one is computed.
+  and `r`, which the products take as they are, and gates near the end. It waits for the memory of the queries only
+  after two tiles of keys and values, which so arrive while the item before ends.
+- with `HELD` the computing warpgroups keep queries in registers, as the product's left operand. A product of 64 x 64
+  x 16 takes 32 cycles of the matrix unit and, with both operands from shared memory, as many of that; so this saves
+  256 of 1,500 cycles of shared memory per tile.
 - results go out through the memory of the gates, 128 bytes of a row at a time instead of 16.
 
-What an item is, the loading warpgroup finds out and leaves in shared memory. A few words that last from item to item
-still go to local memory (24 to 100 bytes of a thread, by shape), at most one of them in a loop over unmasked tiles.
+What an item is, the loading warpgroup finds out and leaves in shared memory.
 
 Items are dealt out by a rule, without a counter in memory: the longest first, to the programs from first to last and
 then from last to first, so that the sums of two rounds agree.
@@ -26,34 +26,30 @@ from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
     async_copy,
-    fence_async_shared,
     warpgroup_mma,
-    warpgroup_mma_wait,
 )
 
 from rollout.kernels.gluon_items import (
     ANYWHERE,
-    LOG2_E,
     NARROW,
     NOT_CONSTANT,
     WIDE,
     advanced,
-    clipped,
     inside_of,
     key_range,
     load_profiles,
     pages_of,
     request_of,
-    score_units,
     write_zeros,
 )
 from rollout.kernels.gluon_prefill import (
-    BY_VALUE,
     MIXTURE,
     PROFILES,
     TILE,
     VALUES,
     first_biases,
+    first_state,
+    gated,
     over_all_tiles,
 )
 from rollout.kernels.gluon_ring import (
@@ -61,9 +57,11 @@ from rollout.kernels.gluon_ring import (
     OPEN,
     RING_BYTES,
     ROWS,
+    TURNS_AT,
     arrive,
     loaded,
     open_barriers,
+    open_turns,
     position,
     ring_places,
     wait,
@@ -75,35 +73,33 @@ TAKE = gl.constexpr("ld.shared.b32 $0, [$1];")
 
 @gluon.jit(do_not_specialize=NOT_CONSTANT, do_not_specialize_on_alignment=ANYWHERE)
 def persistent_kernel(
-    q, r, sink, gate, kv, out, q_scale, r_scale, table, query_start, seq_lens, block_table,
-    requests, num_rows, q_clip, r_clip, alpha, floor,
+    q, r, sink, gate, kv, out, table, query_start, seq_lens, block_table, requests, num_rows,
     stride_q, stride_r, stride_sink, stride_gate, stride_out, stride_block, stride_head, stride_token, stride_table,
     HEADS: gl.constexpr, GROUP: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr,
-    WINDOW: gl.constexpr, PAGE: gl.constexpr, LOG_SCALING: gl.constexpr, PADDING: gl.constexpr,
-    STAGES: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr, REGISTERS: gl.constexpr, LOADING: gl.constexpr,
+    WINDOW: gl.constexpr, PAGE: gl.constexpr, PADDING: gl.constexpr, STAGES: gl.constexpr, LAZY: gl.constexpr,
+    HELD: gl.constexpr, TURNS: gl.constexpr, REGISTERS: gl.constexpr, LOADING: gl.constexpr,
 ):  # fmt: skip
     items = _tiles_used(query_start, requests, num_rows) * (HEADS // 2)
     queue = (query_start, seq_lens, requests, num_rows, items, gl.program_id(0), gl.num_programs(0))
     q_s = gl.allocate_shared_memory(kv.dtype.element_ty, [2, ROWS, DIM], TILE)
     g_s = gl.allocate_shared_memory(kv.dtype.element_ty, [2, ROWS, DIM], TILE)
-    k_s = gl.allocate_shared_memory(kv.dtype.element_ty, [STAGES, KEYS, DIM], TILE)
-    v_s = gl.allocate_shared_memory(kv.dtype.element_ty, [STAGES, KEYS, DIM], TILE)
+    kv_s = gl.allocate_shared_memory(kv.dtype.element_ty, [2 * STAGES, KEYS, DIM], TILE)
     t_s = gl.allocate_shared_memory(gl.float16, [STAGES + 2, KEYS, 2 * REL], PROFILES)
-    r_s = gl.allocate_shared_memory(kv.dtype.element_ty, [2, ROWS, 2 * REL], PROFILES)
+    r_s = gl.allocate_shared_memory(gl.float16, [2, ROWS, 2 * REL], PROFILES)
     ring = gl.inline_asm_elementwise(OPEN, "=r,r", [items], dtype=gl.int32, is_pure=False, pack=1)
     open_barriers(ring + RING_BYTES, STAGES, 10)
-    queries = (q_scale, q_clip, r_scale, r_clip, alpha, floor)
-    results = (sink, stride_sink, out, stride_out)
+    open_turns(ring)
+    sinks, results = (sink, stride_sink), (out, stride_out)
     rows = (q, stride_q, r, stride_r, gate, stride_gate)
     pool = (kv, block_table, table, stride_block, stride_head, stride_token, stride_table)
     gl.warp_specialize(
         [
-            (_attend, (queries, results, q_s.index(0), g_s.index(0), r_s.index(0), k_s, v_s, t_s, ring, 0, DIM, REL,
-                       EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY, HELD)),
-            (_attend, (queries, results, q_s.index(1), g_s.index(1), r_s.index(1), k_s, v_s, t_s, ring, 1, DIM, REL,
-                       EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY, HELD)),
-            (_fetch, (queue, rows, pool, q_s, g_s, r_s, k_s, v_s, t_s, ring, HEADS, GROUP, DIM, REL, EXTENT, WINDOW,
-                      PAGE, PADDING, STAGES)),
+            (_attend, (sinks, results, q_s.index(0), g_s.index(0), r_s.index(0), kv_s, t_s, ring, 0, DIM, REL, EXTENT,
+                       WINDOW, STAGES, LAZY, HELD, TURNS)),
+            (_attend, (sinks, results, q_s.index(1), g_s.index(1), r_s.index(1), kv_s, t_s, ring, 1, DIM, REL, EXTENT,
+                       WINDOW, STAGES, LAZY, HELD, TURNS)),
+            (_fetch, (queue, rows, pool, q_s, g_s, r_s, kv_s, t_s, ring, HEADS, GROUP, DIM, REL, EXTENT, WINDOW, PAGE,
+                      PADDING, STAGES)),
         ],
         [4, 4], [REGISTERS, LOADING],
     )  # fmt: skip
@@ -179,7 +175,7 @@ def _item(queue, turn, HEADS: gl.constexpr):
 
 @gluon.jit
 def _fetch(
-    queue, rows, pool, q_s, g_s, r_s, k_s, v_s, t_s, ring, HEADS: gl.constexpr, GROUP: gl.constexpr,
+    queue, rows, pool, q_s, g_s, r_s, kv_s, t_s, ring, HEADS: gl.constexpr, GROUP: gl.constexpr,
     DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr,
     PADDING: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
@@ -194,8 +190,8 @@ def _fetch(
             number = number + 1
             if end >= 0:
                 slot, phase = _fetch_item(
-                    item, rows, pool, q_s, g_s, r_s, k_s, v_s, t_s, ring, slot, phase, turned, GROUP, DIM, REL,
-                    EXTENT, WINDOW, PAGE, PADDING, STAGES,
+                    item, rows, pool, q_s, g_s, r_s, kv_s, t_s, ring, slot, phase, turned, GROUP, DIM, REL, EXTENT,
+                    WINDOW, PAGE, PADDING, STAGES,
                 )  # fmt: skip
                 turned = turned ^ 1
     _tell(ring, number, (zero, zero, zero, zero, zero))
@@ -203,16 +199,17 @@ def _fetch(
 
 @gluon.jit
 def _fetch_item(
-    item, rows, pool, q_s, g_s, r_s, k_s, v_s, t_s, ring, slot, phase, turned, GROUP: gl.constexpr, DIM: gl.constexpr,
+    item, rows, pool, q_s, g_s, r_s, kv_s, t_s, ring, slot, phase, turned, GROUP: gl.constexpr, DIM: gl.constexpr,
     REL: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr, PAGE: gl.constexpr, PADDING: gl.constexpr,
     STAGES: gl.constexpr,
 ):  # fmt: skip
-    """Queries after the first keys: those are free earlier. Gates last, long after the item before has ended."""
+    """Queries after the second tile (or the only one), whose memory is free earlier. Gates after the last."""
     row, live, p0, end, request, head = item
     kv, block_table, table, stride_block, stride_head, stride_token, stride_table = pool
     q, stride_q, r, stride_r, gate, stride_gate = rows
     k_bars, v_bars, t_bar, q_bar, g_bar = _bars(ring, STAGES)
     visible, far, near, end = key_range(p0, end, EXTENT, WINDOW)
+    second = gl.where(far + KEYS < end, far + KEYS, far)
     keys, pages = kv + (head // GROUP).to(gl.int64) * stride_head, block_table + request * stride_table
     entry = table + (EXTENT + PADDING - p0) * (2 * REL)
     channel = gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
@@ -226,11 +223,14 @@ def _fetch_item(
         source = keys + token[:, None] + channel[None, :]
         page = pages_of(pages, first + KEYS, visible, end, PAGE)
         wait(k_bars + 16 * slot + 8, phase)
-        async_copy.async_copy_global_to_shared(k_s.index(slot), source)
+        async_copy.async_copy_global_to_shared(kv_s.index(slot), source)
         if first >= near:
             load_profiles(t_s.index(slot), entry, first + KEYS, REL)
         loaded(k_bars + 16 * slot)
-        if first == far:
+        wait(v_bars + 16 * slot + 8, phase)
+        async_copy.async_copy_global_to_shared(kv_s.index(STAGES + slot), source + DIM)
+        loaded(v_bars + 16 * slot)
+        if first == second:
             wait(q_bar + 8, turned)
             _copy_rows(q_s, q, stride_q, row, live, head, DIM)
             _copy_mixture(r_s, r, stride_r, row, live, head, REL)
@@ -239,9 +239,6 @@ def _fetch_item(
             wait(g_bar + 8, turned)
             _copy_rows(g_s, gate, stride_gate, row, live, head, DIM)
             loaded(g_bar)
-        wait(v_bars + 16 * slot + 8, phase)
-        async_copy.async_copy_global_to_shared(v_s.index(slot), source + DIM)
-        loaded(v_bars + 16 * slot)
         slot, phase = advanced(slot, phase, STAGES)
     return slot, phase
 
@@ -268,24 +265,24 @@ def _copy_mixture(r_s, r, stride, row, live, head, REL: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    queries, results, q_s, g_s, r_s, k_s, v_s, t_s, ring, SECOND: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr,
-    EXTENT: gl.constexpr, WINDOW: gl.constexpr, LOG_SCALING: gl.constexpr, STAGES: gl.constexpr, LAZY: gl.constexpr,
-    HELD: gl.constexpr,
+    sinks, results, q_s, g_s, r_s, kv_s, t_s, ring, SECOND: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr,
+    EXTENT: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr,
+    TURNS: gl.constexpr,
 ):  # fmt: skip
     """One head of all items, by one warpgroup."""
     number = ring * 0
-    places, turned = (number, number, number, number), number
+    places, turned = (number, number, number, number, number), number
     write_at, read_at = ring_places(ring + RING_BYTES // 2 * SECOND)
     live = _told(ring, number, 1)
     while live > 0:
         if _word(ring, number, 3) >= 0:
             places = _attend_item(
-                number, queries, results, q_s, g_s, r_s, k_s, v_s, t_s, ring, write_at, read_at, places, turned,
-                SECOND, DIM, REL, EXTENT, WINDOW, LOG_SCALING, STAGES, LAZY, HELD,
+                number, sinks, results, q_s, g_s, r_s, kv_s, t_s, ring, write_at, read_at, places, turned, SECOND, DIM,
+                REL, EXTENT, WINDOW, STAGES, LAZY, HELD, TURNS,
             )  # fmt: skip
             turned = turned ^ 1
         elif SECOND == 0:
-            _, _, out, stride_out = results
+            out, stride_out = results
             row, head = _word(ring, number, 0), _word(ring, number, 4)
             write_zeros(out + row.to(gl.int64) * stride_out + head * DIM, live, stride_out, DIM)
         arrive(_item_bar(ring, number) + 8, 1)
@@ -295,15 +292,17 @@ def _attend(
 
 @gluon.jit
 def _attend_item(
-    number, queries, results, q_s, g_s, r_s, k_s, v_s, t_s, ring, write_at, read_at, places, turned,
-    SECOND: gl.constexpr, DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr,
-    LOG_SCALING: gl.constexpr, STAGES: gl.constexpr, LAZY: gl.constexpr, HELD: gl.constexpr,
+    number, sinks, results, q_s, g_s, r_s, kv_s, t_s, ring, write_at, read_at, places, turned, SECOND: gl.constexpr,
+    DIM: gl.constexpr, REL: gl.constexpr, EXTENT: gl.constexpr, WINDOW: gl.constexpr, STAGES: gl.constexpr,
+    LAZY: gl.constexpr, HELD: gl.constexpr, TURNS: gl.constexpr,
 ):  # fmt: skip
     k_bars, v_bars, t_bar, q_bar, g_bar = _bars(ring, STAGES)
+    row, live, head = _word(ring, number, 0), _word(ring, number, 1), _word(ring, number, 4) + SECOND
+    first = first_state(sinks, row, live, head, kv_s.dtype, DIM)
     p0 = _word(ring, number, 2)
     _, far, near, end = key_range(p0, _word(ring, number, 3), EXTENT, WINDOW)
     wait(q_bar, turned)
-    mixture = _prepare(queries, p0, _word(ring, number, 4) + SECOND, q_s, r_s, DIM, REL, LOG_SCALING, HELD)
+    mixture = _by_parity(r_s, REL)
     wait(t_bar, turned)
     first_biases(mixture, t_s, write_at, near, STAGES)
     arrive(t_bar + 8, 1)
@@ -312,70 +311,47 @@ def _attend_item(
         arrive(q_bar + 8, 1)
     else:
         left = q_s
-    operands = (left, mixture, k_s, v_s, t_s, k_bars, v_bars, read_at, write_at)
-    state = over_all_tiles(places, operands, p0, far, near, end, DIM, EXTENT, WINDOW, STAGES, LAZY)
+    operands = (left, mixture, kv_s, t_s, k_bars, ring + TURNS_AT, read_at, write_at)
+    state, odd = over_all_tiles(
+        first, places, operands, p0, far, near, end, SECOND, EXTENT, WINDOW, STAGES, LAZY, TURNS
+    )  # fmt: skip
     if not HELD:
         arrive(q_bar + 8, 1)
-    rows = (_word(ring, number, 0), _word(ring, number, 1), _word(ring, number, 4) + SECOND)
-    return _finish(state, results, rows, g_s, v_s, v_bars, g_bar, turned, DIM, STAGES)
+    row, live, head = _word(ring, number, 0), _word(ring, number, 1), _word(ring, number, 4) + SECOND
+    v_slot, v_phase = _finish(state, results, (row, live, head), g_s, kv_s, v_bars, g_bar, turned, DIM, STAGES)
+    return state[4], state[5], v_slot, v_phase, odd
 
 
 @gluon.jit
-def _prepare(
-    queries, p0, head, q_s, r_s, DIM: gl.constexpr, REL: gl.constexpr, LOG_SCALING: gl.constexpr, HELD: gl.constexpr,
-):  # fmt: skip
-    """Queries scaled and clipped where they lie; `r` comes back as `gluon_prefill` wants it."""
-    q_scale, q_clip, r_scale, r_clip, alpha, floor = queries
-    i = position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, WIDE)))
-    j = position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, NARROW)))
-    channel = head * DIM + gl.arange(0, DIM, layout=gl.SliceLayout(0, WIDE))
-    part = gl.arange(0, 2 * REL, layout=gl.SliceLayout(0, NARROW))
-    wide = clipped(q_s.load(WIDE).to(gl.float32), q_scale, channel, q_clip)
-    wide = wide * (score_units(p0 + i, alpha, floor, LOG_SCALING) * DIM**-0.5)
-    q_s.store(wide.to(q_s.dtype))
-    if not HELD:
-        fence_async_shared()
-    own = (part // REL)[None, :] == (j % 2)[:, None]
-    mixture = gl.where(own, r_s.load(NARROW).to(gl.float32), 0.0)
-    mixture = clipped(mixture, r_scale, head * REL + part % REL, r_clip)
-    mixture = mixture * score_units(p0 + j, alpha, floor, LOG_SCALING)
-    halves = r_s._reinterpret(gl.float16, [ROWS, 2 * REL], PROFILES)
-    halves.store(mixture.to(gl.float16))
-    return halves.load(MIXTURE)
+def _by_parity(r_s, REL: gl.constexpr):
+    """`r` [ROWS, 2 M], of which each row keeps the half of its position's parity (`triton_bias`)."""
+    i = position(gl.arange(0, ROWS, layout=gl.SliceLayout(1, MIXTURE)))
+    part = gl.arange(0, 2 * REL, layout=gl.SliceLayout(0, MIXTURE))
+    mixture = r_s.load(MIXTURE)
+    return gl.where((part // REL)[None, :] == (i % 2)[:, None], mixture, gl.zeros_like(mixture))
 
 
 @gluon.jit
 def _finish(
-    state, results, rows, g_s, v_s, v_bars, g_bar, turned, DIM: gl.constexpr, STAGES: gl.constexpr,
+    state, results, rows, g_s, kv_s, v_bars, g_bar, turned, DIM: gl.constexpr, STAGES: gl.constexpr,
 ):  # fmt: skip
-    """The last tile's values, the sink, the gate, and out. Back come the slots and phases."""
-    acc, top, total, weights, k_slot, k_phase, v_slot, v_phase = state
-    sink, stride_sink, out, stride_out = results
+    """The last tile's values, the gate, and out. Back come the next slot of values and its phase."""
+    acc, _, total, weights, _, _, v_slot, v_phase = state
+    out, stride_out = results
     row, live, head = rows
-    i = position(gl.arange(0, ROWS, layout=BY_VALUE))
-    sinks = gl.load(sink + (row + i).to(gl.int64) * stride_sink + head, mask=i < live, other=0.0).to(gl.float32)
     wait(v_bars + 16 * v_slot, v_phase)
-    token = warpgroup_mma(weights, v_s.index(v_slot), acc, is_async=True)
+    token = warpgroup_mma(weights, kv_s.index(STAGES + v_slot), acc, is_async=True)
     wait(g_bar, turned)
-    gates = g_s.load(VALUES).to(gl.float32)
-    # exp(sink) joins the denominator: the same as sigmoid(lse - sink) times the softmax.
-    top = gl.convert_layout(top, BY_VALUE, assert_trivial=True)
-    total = gl.convert_layout(total, BY_VALUE, assert_trivial=True) + gl.exp2(sinks * LOG2_E - top)
-    divisor = total[:, None] * (1.0 + gl.exp2(-LOG2_E * gates))
-    inverse = gl.inline_asm_elementwise(
-        "rcp.approx.ftz.f32 $0, $1;", "=f,f", [divisor], dtype=gl.float32, is_pure=True, pack=1
-    )
-    acc = warpgroup_mma_wait(0, [token])
+    acc = gated(token, total, g_s.load(VALUES)).to(out.dtype.element_ty)
     arrive(v_bars + 16 * v_slot + 8, 1)
     v_slot, v_phase = advanced(v_slot, v_phase, STAGES)
-    acc = (acc * inverse).to(out.dtype.element_ty)
     if out.dtype.element_ty == g_s.dtype:
         g_s.store(acc)
         _write(out, stride_out, row, live, head, g_s.load(WIDE), WIDE, DIM)
     else:
         _write(out, stride_out, row, live, head, acc, VALUES, DIM)
     arrive(g_bar + 8, 1)
-    return k_slot, k_phase, v_slot, v_phase
+    return v_slot, v_phase
 
 
 @gluon.jit

@@ -22,6 +22,8 @@ BY_SCORE = gl.constexpr(gl.SliceLayout(1, SCORES.value))
 
 # A multiple of 1 KiB, from where Triton's swizzled tiles count.
 RING_BYTES = gl.constexpr(2 * 64 * 256)
+# Behind it: barriers, and from here on whose turn it is. What else a kernel keeps there begins 64 bytes later.
+TURNS_AT = gl.constexpr(2 * 64 * 256 + 896)
 OPEN = gl.constexpr("{ .shared .align 1024 .b8 ring[33792]; mov.u32 $0, ring; }")
 INIT = gl.constexpr(
     "{ .reg .pred p; .reg .b32 t; mov.u32 t, %tid.x; setp.eq.u32 p, t, 0;"
@@ -53,6 +55,14 @@ def open_barriers(first, STAGES: gl.constexpr, MORE: gl.constexpr):
         count = 8 if n % 2 == 1 else 128
         gl.inline_asm_elementwise(INIT, "=r,r,r", [first + 8 * n, count], dtype=gl.int32, is_pure=False, pack=1)
     return first, first + 16 * STAGES, first + 32 * STAGES
+
+
+@gluon.jit
+def open_turns(ring):
+    """Two barriers by which the computing warpgroups let each other go first, each with a warp's arrivals of one."""
+    for n in gl.static_range(2):
+        at = ring + (TURNS_AT + 8 * n)
+        gl.inline_asm_elementwise(INIT, "=r,r,r", [at, 4], dtype=gl.int32, is_pure=False, pack=1)
 
 
 @gluon.jit

@@ -18,6 +18,7 @@ import torch
 from inkling_rl.formats import ExpertFormat
 from rollout.kernels import fallback
 from rollout.kernels.paged import PagedBatch
+from rollout.kernels.units import mixture_dtype, query_units
 
 # Of a row against the size of a mean row. float32 sums in another order, or three tf32 products; in bfloat16 one
 # rounding of the result, or in attention of queries, weights and values too. What a compiler gets wrong is larger.
@@ -165,7 +166,8 @@ def _prepare(sizes: Sizes) -> Iterator[Trial]:
             draw(heads, dim), draw(heads, sizes.d_rel), *taps, *dynamic, state,
             fallback.tap_sources(conv, rows, sizes.conv_page), conv.slots, kv, paged.slots, positions,
             2 * math.sqrt(dim), 8.0, 1e-6, (0.1, 16) if full else None,
-            torch.zeros(rows, heads, dim, dtype=sizes.dtype), torch.zeros(rows, heads, sizes.d_rel),
+            torch.zeros(rows, heads, dim, dtype=sizes.dtype),
+            torch.zeros(rows, heads, sizes.d_rel, dtype=mixture_dtype(sizes.dtype)),
         )  # fmt: skip
         yield Trial(_kind(kind), arguments, LIMITS[sizes.dtype], (10, 13, 20, 21))
 
@@ -284,7 +286,8 @@ def _attention(sizes: Sizes, kind: AttentionSizes, step: Sequence[tuple[int, int
         int(batch.block_table.max()) + 1, kind.num_kv_heads, kind.page, 2 * kind.head_dim, dtype=sizes.state_dtype
     )
     arguments = (
-        draw(rows, width, dtype=sizes.dtype), draw(rows, kind.num_heads * sizes.d_rel),
+        (draw(rows, width) * query_units(kind.head_dim)).to(sizes.dtype),
+        draw(rows, kind.num_heads * sizes.d_rel, dtype=mixture_dtype(sizes.dtype)),
         draw(rows, kind.num_heads), draw(rows, width, dtype=sizes.dtype), kv, batch, None, None,
         draw(sizes.d_rel, kind.extent) * 0.3, 2 * math.sqrt(kind.head_dim), 8.0, kind.window, None,
     )  # fmt: skip

@@ -37,7 +37,9 @@ import torch
 import triton
 import triton.language as tl
 
-LOG2_E = tl.constexpr(1.4426950408889634)
+from rollout.kernels import units
+
+LOG2_E = tl.constexpr(units.LOG2_E)
 
 
 def profile_table(proj_MR: torch.Tensor, padding: int, dtype: torch.dtype) -> torch.Tensor:

@@ -30,6 +30,7 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels import units
 from rollout.kernels.paged import PagedBatch
 from rollout.kernels.triton_logits import COMPILED, add_bias, dot, load_biases, load_profiles, load_queries, log_scale
 from rollout.kernels.triton_merge import line_of_work, merge_kernel, visible
@@ -41,7 +42,7 @@ MAX_ROWS = 64
 MAX_REQUESTS = 4096
 # About one wave of an H200: rows times query heads up to which the merge takes one program for each.
 MERGE_PROGRAMS = 2048
-_LOG2_E = tl.constexpr(1.4426950408889634)
+_LOG2_E = tl.constexpr(units.LOG2_E)
 
 
 class Tiles(NamedTuple):
@@ -86,11 +87,11 @@ def attention(
 ) -> torch.Tensor:
     """`reference.attention` for a step in which no request has more than `max_queries` <= 8 rows, `out_dtype` [T, N D].
 
-    `q`, `r`, `sink` and `gate` may be float32 or bfloat16 with any row stride. Without `q_scale` and `r_scale`, `q` and
-    `r` are taken as scaled, clipped and multiplied by the log-length factor already. Nothing is read back to the host,
-    and the grid depends on the number of requests and rows only: safe to capture. Rows beyond `batch.query_start[-1]`
-    come out as zeros. `programs` overrides the number of programs, `tiles` their shape; with `early_merge` the second
-    kernel is launched while the first one runs (programmatic dependent launch).
+    `q`, `r`, `sink` and `gate` may be float32, bfloat16 or float16 with any row stride. Without `q_scale` and `r_scale`,
+    `q` and `r` are taken as `prepare` leaves them (`rollout.kernels.units`). Nothing is read back to the host, and the
+    grid depends on the number of requests and rows only: safe to capture. Rows beyond `batch.query_start[-1]` come out
+    as zeros. `programs` overrides the number of programs, `tiles` their shape; with `early_merge` the second kernel is
+    launched while the first one runs (programmatic dependent launch).
 
     Raises:
         ValueError: a shape that the kernel does not cover.

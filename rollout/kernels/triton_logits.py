@@ -1,7 +1,6 @@
 """What decode attention makes logits of: queries and biases as operands of the matrix unit, and the product itself.
 
-Queries and `r` come scaled and clipped, or become so here, in float32; both are brought to base 2 and multiplied by the
-log-length factor. How the bias becomes a product: see `rollout.kernels.triton_decode`.
+Queries and `r` come prepared, in the units of `rollout.kernels.units`, or become so here, in float32. How the bias becomes a product: see `rollout.kernels.triton_decode`.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ def log_scale(position, alpha, floor, LOG_SCALING: tl.constexpr):
 
 
 @triton.jit
-def _clipped(x, source, scale, heads, channel, clip):
-    """Rows of `x` [ROWS, C] times the heads' scale, no longer than `clip`; as they are when `scale` is None."""
+def _clipped(x, scale, heads, channel, clip, factor):
+    """Rows of `x` [ROWS, C] times the heads' scale, no longer than `clip`, times `factor`; without `scale` as they are."""
     if scale is not None:
         x *= tl.load(scale + heads[:, None] * channel.shape[0] + channel[None, :]).to(tl.float32)
-        x *= tl.minimum(clip / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6), 1.0)[:, None]
+        x *= (tl.minimum(clip / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6), 1.0) * factor)[:, None]
     return x
 
 
@@ -36,7 +35,7 @@ def load_queries(q, scale, row, heads, real, factor, stride, clip, HEAD_DIM: tl.
     channel = tl.arange(0, HEAD_DIM)
     place = row.to(tl.int64) * stride + heads * HEAD_DIM
     x = tl.load(q + place[:, None] + channel[None, :], mask=real[:, None], other=0.0).to(tl.float32)
-    return _clipped(x, q, scale, heads, channel, clip) * (factor / HEAD_DIM**0.5)[:, None]
+    return _clipped(x, scale, heads, channel, clip, factor / HEAD_DIM**0.5)
 
 
 @triton.jit
@@ -45,7 +44,7 @@ def load_biases(r, scale, row, heads, real, factor, stride, clip, REL: tl.conste
     channel = tl.arange(0, REL)
     place = row.to(tl.int64) * stride + heads * REL
     x = tl.load(r + place[:, None] + channel[None, :], mask=real[:, None], other=0.0).to(tl.float32)
-    return _clipped(x, r, scale, heads, channel, clip) * factor[:, None]
+    return _clipped(x, scale, heads, channel, clip, factor)
 
 
 @triton.jit

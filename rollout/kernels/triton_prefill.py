@@ -5,8 +5,8 @@ request takes at least one tile of 64 positions: for 1 to 8 of them `rollout.ker
 
 A program has `positions` consecutive query positions of one request and `packed` query heads of one key/value head:
 their rows lie in one tile of the matrix unit, so that keys and values are read once for both heads and only 64 of 1,088
-columns are computed in vain at a window of 1024. Queries and `r` are scaled, clipped and multiplied by the log-length
-factor while they are loaded, unless that was done before. Keys come from pages only: those of the chunk must have been
+columns are computed in vain at a window of 1024. Queries and `r` that come raw are scaled, clipped and multiplied by
+the log-length factor while they are loaded. Keys come from pages only: those of the chunk must have been
 stored there before (`store_kv`). Scores are in units of log2, online softmax in float32.
 
 Two loops: tiles beyond the extent of the bias (full attention only), plain; then the tiles with bias, of which the few
@@ -20,7 +20,7 @@ together, so that they find its keys in L2. The bias is `rollout.kernels.triton_
 from __future__ import annotations
 
 from functools import cache
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import triton
@@ -28,6 +28,7 @@ import triton.language as tl
 
 from rollout.kernels import gluon_items, gluon_persistent, gluon_prefill
 from rollout.kernels.paged import PagedBatch
+from rollout.kernels.prefill_tiles import INTERPRETED, PERSISTENT_REGISTERS, REGISTERS, Tiles, choose_tiles, ring_sizes
 from rollout.kernels.triton_bias import (
     LOG2_E,
     fill_ring,
@@ -38,56 +39,6 @@ from rollout.kernels.triton_bias import (
     ring_rows,
     unmoved,
 )
-
-REGISTERS = 224
-"""Of a computing thread in `gluon_prefill`: twice as many and 64 for a loading thread are all that there are."""
-
-PERSISTENT_REGISTERS = {"REGISTERS": 216, "LOADING": 72}
-"""Of a thread that computes and of one that loads in `gluon_persistent`; again they are all."""
-
-_INTERPRETED = triton.knobs.runtime.interpret
-
-
-class Tiles(NamedTuple):
-    """How a launch is shaped. All but `stages` are powers of two; `positions * packed` rows, 16 per warp."""
-
-    positions: int
-    packed: int
-    keys: int
-    warps: int
-    stages: int
-    shared: bool = True
-    """Whether the ring of biases lies in shared memory; else in global memory (any dtype, slower)."""
-
-    specialized: bool = False
-    """Whether `gluon_prefill` does it: Hopper, 64 positions, 2 heads of 128, 64 keys, d_rel 16, 12 warps."""
-
-    lazy: bool = True
-    """Whether `gluon_prefill` scales accumulated values only where a maximum has moved by much."""
-
-    persistent: bool = False
-    """Whether `gluon_persistent` does it, where `gluon_prefill` would and rows are aligned and as keys are."""
-
-    held: bool = False
-    """Whether either holds queries in registers."""
-
-
-def choose_tiles(
-    head_dim: int, group: int, dtype: torch.dtype, *, hopper: bool = False, window: int | None = None
-) -> Tiles:
-    """Shape of a launch, see tests/benchmarks/prefill_gpu.py. With a window, going on to other tiles saves 10 %.
-
-    The ring is static shared memory, of which CUDA allows 48 KiB, and together with the pipeline's where that takes
-    less than 48 KiB: hence the small tiles of small heads and of heads that share keys with no other.
-    """
-    packed = 2 if group % 2 == 0 else 1
-    if dtype == torch.float32:
-        return Tiles(32 // packed, packed, 32, 4, 1, shared=False)
-    if head_dim == 128:
-        if packed == 2 and hopper:
-            return Tiles(64, 2, 64, 12, 3, specialized=True, persistent=window is not None)
-        return Tiles(64, 2, 64, 8, 3) if packed == 2 else Tiles(64, 1, 64, 4, 2)
-    return Tiles(64 // packed, packed, 32, 4, 2)
 
 
 def attention(
@@ -110,10 +61,10 @@ def attention(
 ) -> torch.Tensor:
     """`reference.attention` for any step, `out_dtype` [T, N D].
 
-    `q`, `r`, `sink` and `gate` may be float32 or bfloat16 with any row stride. Without `q_scale` and `r_scale`, `q` and
-    `r` are taken as scaled, clipped and multiplied by the log-length factor already. Nothing is read back to the host,
-    and the grid depends on the number of rows and requests only: safe to capture. Rows beyond `batch.query_start[-1]`
-    come out as zeros.
+    `q`, `r`, `sink` and `gate` may be float32, bfloat16 or float16 with any row stride. Without `q_scale` and `r_scale`,
+    `q` and `r` are taken as `prepare` leaves them (`rollout.kernels.units`). Nothing is read back to the host, and the
+    grid depends on the number of rows and requests only: safe to capture. Rows beyond `batch.query_start[-1]` come out
+    as zeros.
 
     Raises:
         ValueError: a shape that the kernel does not cover.
@@ -156,18 +107,31 @@ def attention(
 
 
 def _specialized(tiles: Tiles, programs: int, arguments: tuple[Any, ...], sizes: dict[str, Any]) -> None:
-    constants = {**sizes, "STAGES": tiles.stages, "LAZY": tiles.lazy, "HELD": tiles.held, "num_warps": 4}
-    q_TC, r_TC, _, gate_TC, kv_BKNC = arguments[:5]
-    if tiles.persistent and all(_as_keys(x_TC, kv_BKNC.dtype) for x_TC in (q_TC, r_TC, gate_TC)):
-        programs = min(programs, _multiprocessors(q_TC.device))
-        gluon_persistent.persistent_kernel[(programs,)](*arguments, **constants, **PERSISTENT_REGISTERS)
+    constants = {
+        **sizes, "STAGES": tiles.stages, "LAZY": tiles.lazy, "HELD": tiles.held, "TURNS": tiles.turns, "num_warps": 4,
+    }  # fmt: skip
+    if tiles.persistent and _is_prepared(*arguments[:5], *arguments[6:8]):
+        programs = min(programs, _multiprocessors(arguments[0].device))
+        given = (*arguments[:6], *arguments[8:14], *arguments[18:])
+        del constants["LOG_SCALING"]
+        gluon_persistent.persistent_kernel[(programs,)](*given, **constants, **PERSISTENT_REGISTERS)
     else:
         gluon_prefill.prefill_kernel[(programs,)](*arguments, **constants, REGISTERS=REGISTERS)
 
 
-def _as_keys(x_TC: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether rows can be copied as they are, 16 bytes at a time."""
-    return x_TC.dtype == dtype and x_TC.stride(0) % 16 == 0 and x_TC.data_ptr() % 16 == 0
+def _is_prepared(
+    q_TC: torch.Tensor,
+    r_TC: torch.Tensor,
+    sink_TN: torch.Tensor,
+    gate_TC: torch.Tensor,
+    kv_BKNC: torch.Tensor,
+    q_scale_ND: torch.Tensor | None,
+    r_scale_NM: torch.Tensor | None,
+) -> bool:
+    """Whether products can take rows as they are, copied 16 bytes at a time."""
+    dtypes = ((q_TC, kv_BKNC.dtype), (r_TC, torch.float16), (gate_TC, kv_BKNC.dtype))
+    copied = (x.dtype == dtype and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 for x, dtype in dtypes)
+    return q_scale_ND is None and r_scale_NM is None and all(copied)
 
 
 @cache
@@ -177,25 +141,7 @@ def _multiprocessors(device: torch.device) -> int:
 
 @cache
 def _is_hopper(device: torch.device) -> bool:
-    return not _INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
-
-
-def ring_sizes(tiles: Tiles, exact: bool) -> dict[str, Any]:
-    """Constants of the kernel that follow from the tiles; `exact` is for float32 keys and values.
-
-    The pitch of a row is 8 elements more than the ring: the 8 rows and 4 pairs that a warp writes at once lie in 32
-    banks. Reading them shifted by half a pair per row costs two turns.
-    """
-    shared = tiles.shared and not _INTERPRETED
-    assert not shared or (tiles.positions * tiles.packed == 16 * tiles.warps and not exact)
-    ring = 2 * max(tiles.positions, tiles.keys)
-    # Triton's own shared memory begins after the ring's, and the swizzles of its tiles count from multiples of 1 KiB.
-    assert not shared or tiles.positions * tiles.packed * (ring + 8) * 2 % 1024 == 0
-    return {
-        "POSITIONS": tiles.positions, "PACKED": tiles.packed, "KEYS": tiles.keys, "RING": ring, "PITCH": ring + 8,
-        "SHARED": shared,
-        "PRECISION": "widened" if _INTERPRETED else "ieee" if exact else "tf32",
-    }  # fmt: skip
+    return not INTERPRETED and device.type == "cuda" and torch.cuda.get_device_capability(device)[0] == 9
 
 
 def _check(kv_BKNC: torch.Tensor, head_dim: int, rel: int, window: int | None) -> None:
@@ -243,14 +189,14 @@ def _prefill_kernel(
     elif start + first < end:
         length = tl.load(seq_lens + request)
         p0 = length - (end - start) + first
-        # Scores and biases in units of log2, so that the exponential is one instruction.
+        # Of queries and mixtures that come raw, see `rollout.kernels.units`.
         log2_e = tl.full([ROWS], LOG2_E, tl.float32)
         if LOG_SCALING:
             log2_e *= 1.0 + alpha * tl.log(tl.maximum((p0 + i + 1).to(tl.float32) / floor, 1.0))
-        queries = _load_rows(q, q_scale, row, head, live, stride_q, q_clip, DIM)
-        queries = (queries * (log2_e * DIM**-0.5)[:, None]).to(kv.dtype.element_ty)
-        mixture = _load_rows(r, r_scale, row, head, live, stride_r, r_clip, REL)
-        mixture = _by_parity(mixture * log2_e[:, None], i, REL).to(table.dtype.element_ty)
+        queries = _load_rows(q, q_scale, row, head, live, stride_q, q_clip, log2_e * DIM**-0.5, DIM)
+        queries = queries.to(kv.dtype.element_ty)
+        mixture = _load_rows(r, r_scale, row, head, live, stride_r, r_clip, log2_e, REL)
+        mixture = _by_parity(mixture, i, REL).to(table.dtype.element_ty)
         ring = open_ring(scratch, tl.program_id(0), ROWS, PITCH, SHARED)
         keys = kv + ((item % (HEADS // PACKED)) * PACKED // GROUP).to(tl.int64) * stride_head
         acc, top, total = _all_tiles(
@@ -283,14 +229,14 @@ def _request_of(query_start, requests, tile, POSITIONS: tl.constexpr):
 
 
 @triton.jit
-def _load_rows(x, scale, row, head, live, stride, clip, WIDTH: tl.constexpr):
-    """Rows of `x` as float32 [ROWS, WIDTH], scaled and clipped where there is a `scale`."""
+def _load_rows(x, scale, row, head, live, stride, clip, factor, WIDTH: tl.constexpr):
+    """Rows of `x` as float32 [ROWS, WIDTH]; where there is a `scale`, scaled, clipped and times `factor`."""
     column = head[:, None] * WIDTH + tl.arange(0, WIDTH)[None, :]
     rows = tl.load(x + row[:, None] * stride + column, mask=live[:, None], other=0.0).to(tl.float32)
     if scale is not None:
         rows = rows * tl.load(scale + column).to(tl.float32)
         norm = tl.sqrt(tl.sum(rows * rows, 1))
-        rows = rows * tl.minimum(clip / (norm + 1e-6), 1.0)[:, None]
+        rows = rows * (tl.minimum(clip / (norm + 1e-6), 1.0) * factor)[:, None]
     return rows
 
 

@@ -1,8 +1,9 @@
 """Everything between the projections of an attention sublayer and attention itself, in one launch on CUDA.
 
-Queries and mixtures of the relative bias: learned scale, L2 clip per head, log-length factor. Keys and values: short
+Queries and mixtures of the relative bias: learned scale, L2 clip per head, log-length factor, and the units of
+`rollout.kernels.units`, so that attention uses them as they are. Keys and values: short
 convolution (static or dynamic taps) with its paged state, then clip or RMSNorm per head, then the pages of attention.
-The reference is `composed.prepare_queries`, `reference.short_conv` and `reference.store_kv`.
+The reference is `composed.prepare_queries` and `prepare_mixtures`, `reference.short_conv` and `reference.store_kv`.
 
 A program owns the heads of one kind in one row, so every activation is read once and written once, no value crosses
 rows, and a row's bits depend on that row alone. All arithmetic is float32.
@@ -16,8 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels import units
 from rollout.kernels.triton_taps import load_tap, tap_pointers, token_offset
 
+LOG2_E = tl.constexpr(units.LOG2_E)
 ELEMENTS, WARPS = 2048, 4
 """Of a program that prepares queries; the others are smaller."""
 
@@ -131,12 +134,13 @@ def _prepare_kernel(
             tau = 1.0
         if part == 2:
             _prepare_heads(
-                r + row * stride_r, r_scale, r_out + row * stride_r_out, 0, r_clip, tau, REL_TILE, HEADS, REL_DIM
+                r + row * stride_r, r_scale, r_out + row * stride_r_out, 0, r_clip, tau * LOG2_E, REL_TILE, HEADS,
+                REL_DIM,
             )  # fmt: skip
         else:
             _prepare_heads(
-                q + row * stride_q, q_scale, q_out + row * stride_q_out, (part - 3) * TILE, q_clip, tau, TILE, HEADS,
-                DIM,
+                q + row * stride_q, q_scale, q_out + row * stride_q_out, (part - 3) * TILE, q_clip,
+                tau * (LOG2_E * DIM**-0.5), TILE, HEADS, DIM,
             )  # fmt: skip
 
 
@@ -148,13 +152,13 @@ def _clipped(x, clip):
 
 
 @triton.jit
-def _prepare_heads(x, scale, out, first, clip, tau, TILE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
+def _prepare_heads(x, scale, out, first, clip, factor, TILE: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr):
     head = first + tl.arange(0, TILE)[:, None]
     columns = head * DIM + tl.arange(0, DIM)[None, :]
     inside = head < HEADS
     value = tl.load(x + columns, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
     value *= tl.load(scale + columns, mask=inside, other=0.0).to(tl.float32)
-    value = _clipped(value, clip) * tau
+    value = _clipped(value, clip) * factor
     tl.store(out + columns, value.to(out.dtype.element_ty), mask=inside)
 
 

@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 
 from rollout.kernels.cuda import Kernels
+from rollout.kernels.units import mixture_dtype
 from rollout.plugin.attention import Attention
 from rollout.plugin.attn_residual import MIX_EPS
 from rollout.plugin.conv_state import DynamicShortConvolution, ShortConvolution
@@ -115,7 +116,8 @@ def attend(
     if dynamic is not None:
         k_dynamic, v_dynamic = dynamic.unflatten(-1, (kind.num_kv_heads, -1))
     q_TND = torch.empty(*q_TC.shape[:1], kind.num_heads, kind.head_dim, dtype=q_TC.dtype, device=q_TC.device)
-    r_TNM = torch.empty(*q_TC.shape[:1], *bias.norm.scale.shape, dtype=torch.float32, device=q_TC.device)
+    r_dtype = mixture_dtype(q_TC.dtype)
+    r_TNM = torch.empty(*q_TC.shape[:1], *bias.norm.scale.shape, dtype=r_dtype, device=q_TC.device)
     kernels.prepare(
         q_TC, k_TC, v_TC, r_TC, module.q_proj.norm.scale, bias.norm.scale, taps(module.k_proj.sconv),
         taps(module.v_proj.sconv), k_dynamic, v_dynamic, step.state[..., : 2 * k_TC.shape[1]], step.sources,

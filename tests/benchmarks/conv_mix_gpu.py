@@ -27,6 +27,7 @@ from rollout.kernels.triton_conv_mix import TILES, Tile, conv_mix
 from rollout.kernels.triton_preparation import prepare
 from rollout.kernels.triton_router import route
 from rollout.kernels.triton_taps import _sources_kernel, tap_sources
+from rollout.kernels.units import mixture_dtype
 from tests.gpu.compile_ahead import compile_ahead
 from tests.rollout import around_attention_cases as cases
 
@@ -190,15 +191,20 @@ def preparation_works(sweep: bool) -> Iterator[Work]:
         state = make(cases.num_blocks(step, 4), 4, 2 * channels + 2 * HIDDEN).to(BF16)[..., : 2 * channels]
         cache = make(cases.num_blocks(step, PAGE), KV_HEADS, PAGE, 2 * DIM).to(BF16)
         scales, positions = (make(HEADS, DIM), make(HEADS, REL_DIM)), torch.arange(rows, device="cuda")
-        outs = [q.new_empty(rows, HEADS, size) for size in (DIM, REL_DIM)]
+        outs = [
+            q.new_empty(rows, HEADS, size, dtype=dtype) for size, dtype in ((DIM, BF16), (REL_DIM, mixture_dtype(BF16)))
+        ]
         run = partial(
             prepare, q, k, v, r, *scales, *taps, *own, state, tap_sources(conv, rows, 4), conv.slots, cache,
             paged.slots, positions, 22.6, 8.0, 1e-6, scaling, *outs,
         )  # fmt: skip
-        wanted = [(q, scales[0], 22.6, positions, scaling), (r, scales[1], 8.0, positions, scaling)]
+        wanted = (
+            partial(composed.prepare_queries, q, scales[0], 22.6, positions, scaling),
+            partial(composed.prepare_mixtures, r, scales[1], 8.0, positions, scaling),
+        )
         # Keys and values go through the oracle of tests/gpu; here what is asked of the larger part.
         error = lambda outs=outs, wanted=wanted: worst(
-            (out, composed.prepare_queries(*values)) for out, values in zip(outs, wanted, strict=True)
+            (out, prepared()) for out, prepared in zip(outs, wanted, strict=True)
         )
         moved = 4.0 * rows * (HEADS * (DIM + REL_DIM) + 3 * channels) + 8.0 * rows * KV_HEADS * 4 * dynamic
         name = f"preparation, {'full' if dynamic else 'sliding'}"

@@ -25,7 +25,7 @@ import triton
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
 from rollout.kernels import triton_prefill
-from rollout.kernels.triton_prefill import Tiles
+from rollout.kernels.prefill_tiles import Tiles
 from tests.rollout.decode_cases import Case, Inputs, exact, make, relative_error
 
 BF16 = torch.bfloat16

@@ -15,7 +15,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from rollout.kernels import triton_prefill
-    from rollout.kernels.triton_prefill import Tiles
+    from rollout.kernels.prefill_tiles import Tiles
 
 BF16, F32 = torch.bfloat16, torch.float32
 # Queries, weights and values are rounded to bfloat16 (2^-9); float32 is exact products in float32.

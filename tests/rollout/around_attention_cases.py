@@ -16,6 +16,7 @@ from rollout.kernels.paged import PagedBatch
 from rollout.kernels.triton_conv_mix import Tile, conv_mix
 from rollout.kernels.triton_preparation import prepare
 from rollout.kernels.triton_taps import tap_sources
+from rollout.kernels.units import mixture_dtype
 
 Step = Sequence[tuple[int, int]]
 
@@ -234,7 +235,7 @@ def check_prepare(
     ]
     caches = [page[..., 2 * head_dim : 4 * head_dim] for page in pages]
     q_out = torch.full((rows, num_heads, head_dim), math.nan, dtype=dtype, device=device)
-    r_out = torch.full((rows, num_heads, rel_dim), math.nan, dtype=dtype, device=device)
+    r_out = torch.full((rows, num_heads, rel_dim), math.nan, dtype=mixture_dtype(dtype), device=device)
     states = [pool[..., 8 : 8 + 2 * channels] for pool in pools]
     prepare(
         q, k, v, r, *scales, *taps, *dynamics, states[0], tap_sources(conv, rows, 4), conv.slots, caches[0],
@@ -248,9 +249,10 @@ def check_prepare(
     torch.testing.assert_close(*pools, rtol=0, atol=0)
     assert relative_error(*pages) < tolerance(pages[0])
     assert bool((pages[0][..., : 2 * head_dim] == 0).all() and (pages[0][..., 4 * head_dim :] == 0).all())
-    for got, x, learned, most in ((q_out, q, scales[0], clip), (r_out, r, scales[1], 8.0)):
-        expected = composed.prepare_queries(x, learned, most, positions, log_scaling)
-        assert relative_error(got, expected) < tolerance(got)
+    expected = composed.prepare_queries(q, scales[0], clip, positions, log_scaling)
+    assert relative_error(q_out, expected) < tolerance(q_out)
+    expected = composed.prepare_mixtures(r, scales[1], 8.0, positions, log_scaling)
+    assert relative_error(r_out, expected) < tolerance(r_out)
 
 
 def check_route(device: str, dtype: torch.dtype, rows: int, experts: int, top_k: int, hidden: int) -> None:

@@ -12,8 +12,9 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from rollout.kernels import reference
+from rollout.kernels import composed, reference
 from rollout.kernels.paged import PagedBatch
+from rollout.kernels.units import mixture_dtype
 
 Step = Sequence[tuple[int, int]]
 
@@ -33,6 +34,8 @@ class Case:
     log_scaling: tuple[float, int] | None = None
     layers_per_page: int = 1
     prepared: bool = False
+    """Whether queries and `r` are as `prepare` leaves them, instead of raw."""
+
     padding: int = 0
     """Requests without rows and rows without a request at the end, as a captured graph has them."""
 
@@ -120,6 +123,8 @@ def make(case: Case) -> Inputs:
         None if case.prepared else 1 + 0.2 * randn(num_heads, 16),
         (randn(16, case.extent) * 0.3).to(case.proj_dtype),
     )
+    if case.prepared:
+        _prepare(inputs)
     for request, (past, new) in enumerate(case.step):
         first = 0 if case.window is None else max(0, past - case.window + 1)
         values = randn(past + new, kv_heads, 2 * case.head_dim)
@@ -130,6 +135,17 @@ def make(case: Case) -> Inputs:
         kv[slots // case.page, :, slots % case.page] = values[first:]
         inputs.keys.append(values)
     return inputs
+
+
+def _prepare(inputs: Inputs) -> None:
+    """Queries and `r` become what `prepare` leaves of them, without learned scales."""
+    case = inputs.case
+    positions = torch.cat([*(torch.arange(past, past + new) for past, new in case.step), torch.zeros(case.padding)])
+    common = (positions.to(case.device), case.log_scaling)
+    ones = lambda size: torch.ones(case.heads[0], size, device=case.device)
+    q_TND = composed.prepare_queries(inputs.q, ones(case.head_dim), case.q_clip, *common)
+    r_TNM = composed.prepare_mixtures(inputs.r, ones(16), 8.0, *common)
+    inputs.q, inputs.r = q_TND.flatten(1).to(case.dtype), r_TNM.flatten(1).to(mixture_dtype(case.dtype))
 
 
 def _pages(case: Case) -> tuple[PagedBatch, int]:
@@ -165,6 +181,8 @@ def exact(inputs: Inputs) -> torch.Tensor:
         for p in range(past, past + new):
             q = inputs.q[row].double().view(num_heads, -1)
             r = inputs.r[row].double().view(num_heads, -1)
+            if case.prepared:
+                q, r = q * (math.sqrt(case.head_dim) * math.log(2)), r * math.log(2)
             if inputs.q_scale is not None and inputs.r_scale is not None:
                 q, r = q * inputs.q_scale.double(), r * inputs.r_scale.double()
                 q = q * (case.q_clip / (q.norm(dim=-1, keepdim=True) + 1e-6)).clamp(max=1)

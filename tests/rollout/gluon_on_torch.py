@@ -231,8 +231,10 @@ def inline_asm(asm: str, constraints: str, args: Sequence[Any], dtype: Any, is_p
         return _move(args[0], args[1])
     elif asm == module["SCALE"]:
         return args[0] * args[1]
-    elif asm.startswith("rcp.approx"):
-        return 1 / args[0]
+    elif asm == module["UNMOVED"]:
+        return args[0]
+    elif asm == module["SIGMOID"]:
+        return torch.sigmoid(args[0])
     else:
         assert asm == module["MEET"], asm
     return torch.tensor(0)
@@ -260,7 +262,8 @@ def _language() -> ModuleType:
         **reduced, **elementwise, **either, "constexpr": lambda value: value, "static_range": range, "load": load,
         **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), layout),
         "NVMMASharedLayout": layout, "where": lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)),
-        "store": store, "inline_asm_elementwise": inline_asm, "warp_specialize": warp_specialize,
+        "zeros_like": torch.zeros_like, "store": store, "inline_asm_elementwise": inline_asm,
+        "warp_specialize": warp_specialize,
         "arange": lambda low, high, layout: torch.arange(low, high),
         "full": lambda shape, value, dtype, layout: torch.full(shape, value, dtype=dtype),
         "broadcast": torch.broadcast_tensors, "convert_layout": lambda x, layout, assert_trivial=False: x,

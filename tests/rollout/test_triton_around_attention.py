@@ -51,7 +51,8 @@ SCALARS = ("per_hidden", "score_scale", "conv_scale", "mix_eps", "norm_eps", "q_
            "per_floor", "route_scale")  # fmt: skip
 TYPES: dict[str, str] = {
     **dict.fromkeys(("x", "state", "residual", "blocks", "running", "out", "q", "k", "v", "r", "kv"), "*bf16"),
-    **dict.fromkeys(("q_out", "r_out", "gate_up"), "*bf16"),
+    **dict.fromkeys(("q_out", "gate_up"), "*bf16"),
+    "r_out": "*fp16",
     **dict.fromkeys(("taps", "queries", "weights", "q_scale", "r_scale", "k_taps", "v_taps"), "*fp32"),
     **dict.fromkeys(("k_dynamic", "v_dynamic", "router", "parts", "bias"), "*fp32"),
     **dict.fromkeys(("sources", "slots", "conv_slots", "kv_slots", "positions"), "*i64"),

@@ -27,7 +27,7 @@ from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.compiler import ASTSource  # noqa: E402
 
 from rollout.kernels import reference, triton_prefill  # noqa: E402
-from rollout.kernels.triton_prefill import Tiles, choose_tiles, ring_sizes  # noqa: E402
+from rollout.kernels.prefill_tiles import Tiles, choose_tiles, ring_sizes  # noqa: E402
 from tests.rollout.decode_cases import Case, exact, make, relative_error  # noqa: E402
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
