@@ -15,7 +15,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal
 
-from inkling_rl.checkpoint.reader import BUILTIN, resolve
+from inkling_rl.checkpoint.reader import BUILTIN, read_json, resolve
+from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.recipe import Recipe
 
 Device = Literal["cpu", "cuda"]
@@ -81,7 +82,8 @@ def engine_arguments(recipe: Recipe, *, model: str | None = None, device: Device
         device: of the engine; that of the installed build unless given.
 
     Raises:
-        CheckpointError: `model.path` names a built-in checkpoint that this installation lacks.
+        CheckpointError: `model.path` names a built-in checkpoint that this installation lacks; a draft does not fit.
+        EngineArgumentError: a draft where this engine has none.
     """
     path = model or recipe.model.path
     rollout, lora = recipe.rollout, recipe.lora
@@ -106,7 +108,41 @@ def engine_arguments(recipe: Recipe, *, model: str | None = None, device: Device
     # Unasked, strict where there are kernels to be strict about: nobody wants to rent GPUs for the fallbacks.
     strict = device == "cuda" if rollout.strict_kernels is None else rollout.strict_kernels
     arguments["additional_config"] = {PLUGIN: {STRICT_KERNELS: strict}}
+    if rollout.draft:
+        arguments["speculative_config"] = draft_arguments(recipe, arguments["model"], device)
     return arguments | {key.replace("-", "_"): value for key, value in rollout.vllm_args.items()}
+
+
+def draft_arguments(recipe: Recipe, model: str, device: Device) -> dict[str, Any]:
+    """vLLM's `speculative_config` of a recipe with `rollout.draft`, after a look at the draft's files.
+
+    Raises:
+        CheckpointError: there is no draft, it is not whole, or it is for another target.
+        EngineArgumentError: the engine that is asked for has no drafting.
+    """
+    draft = recipe.rollout.draft
+    assert draft is not None
+    if device == "cuda":
+        raise EngineArgumentError(
+            "rollout.draft must be left out on a GPU: this engine drafts on a CPU only; got one. Remove it"
+        )
+    if recipe.rollout.tensor_parallel_size > 1:
+        raise EngineArgumentError(
+            "rollout.tensor_parallel_size must be 1 where rollout.draft is given; got "
+            f"{recipe.rollout.tensor_parallel_size}. Leave one of them out"
+        )
+    target = read_json(resolve(model) / "config.json")
+    opened = DraftCheckpoint.open(draft.path or model, target)
+    opened.check_tokens(draft.num_tokens)
+    return {
+        # vLLM's DSpark is for GPUs and has no RNN head; the plugin puts its own proposer in the place of this one.
+        "method": "dflash",
+        "model": str(opened.source.path),
+        "num_speculative_tokens": draft.num_tokens,
+        "draft_sample_method": draft.sampling,
+        # vLLM drops the last cached block of a prompt for drafts that need a token of it again; ours does not.
+        "disable_eagle_block_drop": True,
+    }
 
 
 def serving_arguments(model: str, *, max_lora_rank: int = 64, device: Device | None = None) -> dict[str, Any]:

@@ -178,10 +178,14 @@ def fields(model: type[BaseModel] = Recipe, prefix: str = "") -> Iterator[str]:
     """Dotted paths of all sections and fields, in order."""
     for name, field in model.model_fields.items():
         yield f"{prefix}{name}"
-        kinds = [kind for kind in (field.annotation, *get_args(field.annotation)) if isinstance(kind, type)]
-        for kind in kinds:
-            if issubclass(kind, BaseModel):
-                yield from fields(kind, f"{prefix}{name}.")
+        if section := _section(field.annotation):
+            yield from fields(section, f"{prefix}{name}.")
+
+
+def _section(annotation: Any) -> type[BaseModel] | None:
+    """The section that a field holds, optional ones included."""
+    kinds = (kind for kind in (annotation, *get_args(annotation)) if isinstance(kind, type))
+    return next((kind for kind in kinds if issubclass(kind, BaseModel)), None)
 
 
 def _documentation(path: str) -> str:
@@ -192,6 +196,5 @@ def _documentation(path: str) -> str:
         if field is None:
             break
         description = " ".join((field.description or "").split())
-        if isinstance(field.annotation, type) and issubclass(field.annotation, BaseModel):
-            model = field.annotation
+        model = _section(field.annotation) or model
     return description

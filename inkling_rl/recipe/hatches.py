@@ -20,6 +20,7 @@ VLLM_ARGS_SET_BY_RECIPE = {
     "enable_prefix_caching": "rollout.prefix_caching",
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "additional_config": "rollout.strict_kernels",
+    "speculative_config": "rollout.draft",
     "port": "rollout.port",
     "max_lora_rank": "lora.rank",
     "lora_target_modules": "lora.targets",

@@ -67,6 +67,18 @@ class Environment(Section):
     """Turns of one episode at the most."""
 
 
+class Draft(Section):
+    num_tokens: Annotated[int, Field(gt=0)] = 7
+    """Tokens drafted per step; no more than the block that the draft was trained for."""
+
+    sampling: Literal["probabilistic", "greedy"] = "probabilistic"
+    """How drafts are drawn. probabilistic: at the request's temperature, and accepted by the ratio of probabilities.
+    greedy: the likeliest token, accepted with its probability. Either way the output is distributed as without."""
+
+    path: str | None = None
+    """Directory of a draft of its own; the one inside `model.path` unless given."""
+
+
 class Rollout(Section):
     placement: Literal["standalone", "ray"] = "standalone"
     """standalone: one engine process on this node, beside the trainer. ray: engines as Ray actors (clusters)."""
@@ -98,6 +110,9 @@ class Rollout(Section):
     strict_kernels: bool | None = None
     """A GPU kernel that does not compile or computes something else stops the start. false: a torch fallback takes its
     place, with a warning that names the slowdown. True where the engine runs on GPUs, unless given; a CPU has none."""
+
+    draft: Draft | None = None
+    """Draft tokens with DSpark and verify them, several per step. Without it every step gives one token."""
 
     effort: Annotated[float, Field(ge=0.0, le=0.99)] = 0.2
     """Thinking effort written into every prompt of the chat format."""
@@ -300,6 +315,16 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.max_model_len must be at least data.max_prompt_length + rollout.max_generate_length = "
                 f"{needed}; got {self.rollout.max_model_len}. Raise it or shorten one of the two"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_step_has_room_for_a_draft(self) -> Recipe:
+        draft, room = self.rollout.draft, self.rollout.max_num_batched_tokens
+        if draft and draft.num_tokens >= room:
+            raise ValueError(
+                f"rollout.max_num_batched_tokens must be above rollout.draft.num_tokens = {draft.num_tokens}; "
+                f"got {room}. Raise it"
             )
         return self
 

@@ -4,11 +4,21 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
 
-from inkling_rl.engine_args import Device, command_line, engine_arguments, engine_environment, serving_arguments
+from inkling_rl.checkpoint.layout import CheckpointError
+from inkling_rl.checkpoint.tiny import write_tiny
+from inkling_rl.engine_args import (
+    Device,
+    EngineArgumentError,
+    command_line,
+    engine_arguments,
+    engine_environment,
+    serving_arguments,
+)
 from inkling_rl.recipe import Recipe
 
 
@@ -66,6 +76,29 @@ def test_kernels_are_strict_on_gpus_unless_the_recipe_says_otherwise(
 ) -> None:
     arguments = engine_arguments(recipe(strict_kernels=asked), device=device)
     assert arguments["additional_config"] == {"inkling2": {"strict_kernels": strict}}
+
+
+def test_a_draft_is_all_that_a_recipe_says(tmp_path: Path) -> None:
+    path = str(write_tiny(tmp_path / "tiny"))
+    asked = recipe(draft={"num_tokens": 7, "sampling": "probabilistic"})
+    assert engine_arguments(asked, model=path, device="cpu")["speculative_config"] == {
+        "method": "dflash",
+        "model": path,
+        "num_speculative_tokens": 7,
+        "draft_sample_method": "probabilistic",
+        "disable_eagle_block_drop": True,
+    }
+    assert "speculative_config" not in engine_arguments(recipe(), model=path, device="cpu")
+    with pytest.raises(CheckpointError, match=r"rollout.draft.num_tokens must be 1 to 7.*; got 8"):
+        engine_arguments(recipe(draft={"num_tokens": 8}), model=path, device="cpu")
+    with pytest.raises(CheckpointError, match="found none"):
+        engine_arguments(recipe(draft={"path": str(tmp_path / "absent")}), model=path, device="cpu")
+    with pytest.raises(EngineArgumentError, match=r"rollout\.draft must be left out on a GPU"):
+        engine_arguments(asked, model=path, device="cuda")
+    with pytest.raises(
+        EngineArgumentError, match=r"tensor_parallel_size must be 1 where rollout.draft is given; got 2"
+    ):
+        engine_arguments(recipe(draft={}, tensor_parallel_size=2), model=path, device="cpu")
 
 
 def test_a_served_rank_is_the_next_that_the_engine_knows() -> None:

@@ -7,7 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from inkling_rl.recipe import Recipe, RecipeError, dump, fields, load
+from inkling_rl.recipe import RecipeError, dump, fields, load
+from inkling_rl.recipe.file import _documentation
 from inkling_rl.recipe.hatches import (
     DEEPSPEED_ARGS_SET_BY_RECIPE,
     SKYRL_ARGS_SET_BY_RECIPE,
@@ -34,9 +35,8 @@ def test_few_fields_and_every_one_is_documented() -> None:
     leaves = [path for path in fields() if "." in path]
     assert len(leaves) < 80
     for path in leaves:
-        section, name = path.split(".")
-        model = Recipe.model_fields[section].annotation
-        assert model is not None and model.model_fields[name].description, path
+        assert _documentation(path), path
+        assert _documentation(path) != _documentation(path.rpartition(".")[0]), path
 
 
 def test_owners_of_vendor_keys_exist() -> None:
@@ -86,6 +86,16 @@ def test_owners_of_vendor_keys_exist() -> None:
         ("rollout.vllm_args.logprobs-mode=raw_logits", "must not be set: the trainer needs its own value"),
         ("rollout.vllm_args.lora_target_modules=[x]", "lora.targets decides it"),
         ("rollout.vllm_args.additional_config={inkling2: {}}", "rollout.strict_kernels decides it"),
+        (
+            "rollout.draft.num_tokens=0",
+            "rollout.draft.num_tokens must be greater than 0; got 0. Tokens drafted per step",
+        ),
+        ("rollout.draft.sampling=random", "must be one of 'probabilistic' or 'greedy'; got 'random'."),
+        (
+            "rollout.draft={tokens: 3}",
+            "rollout.draft.tokens is no key of the recipe. Did you mean rollout.draft.num_tok",
+        ),
+        ("rollout.vllm_args.speculative_config={method: ngram}", "rollout.draft decides it"),
         ("rollout.strict_kernels=1", "rollout.strict_kernels must be a boolean; got 1. A GPU kernel that does not"),
     ],
 )
@@ -93,6 +103,13 @@ def test_faults_are_named(override: str, message: str) -> None:
     with pytest.raises(RecipeError) as caught:
         load("quickstart.yaml", [override])
     assert message in str(caught.value)
+
+
+def test_a_draft_must_fit_into_a_step() -> None:
+    assert load("quickstart.yaml").rollout.draft is None
+    assert load("quickstart.yaml", ["rollout.draft={}"]).rollout.draft is not None
+    with pytest.raises(RecipeError, match=r"must be above rollout.draft.num_tokens = 7; got 7"):
+        load("quickstart.yaml", ["rollout.draft.num_tokens=7", "rollout.max_num_batched_tokens=7"])
 
 
 def test_all_faults_are_named_at_once() -> None:
