@@ -105,14 +105,12 @@ def attention(
     requests = batch.seq_lens.shape[0]
     if requests == 0 or q_TC.shape[0] == 0:
         return out_TC.zero_()
-    rows = max(16, triton.next_power_of_2(max_queries * group))
+    rows = _tile_rows(max_queries * group)
     tiles = tiles or choose_tiles(rows, kv_BKNC.dtype)
     early_merge = early_merge and not triton.knobs.runtime.interpret
     if programs is None:
         programs = tiles.per_multiprocessor * _multiprocessors(q_TC.device)
-    num_pieces = programs + requests * kv_heads
-    pieces = q_TC.new_empty(num_pieces, max_queries * group, head_dim, dtype=torch.float32)
-    sums = q_TC.new_empty(num_pieces, max_queries * group, dtype=torch.float32)
+    pieces, sums = buffers(q_TC, programs + requests * kv_heads, max_queries * group, head_dim)
     # Pieces of a pair when all requests are as long; others take more than one turn.
     chunk = triton.next_power_of_2(programs // (requests * kv_heads) + 2)
     alpha, floor = log_scaling or (0.0, 1)
@@ -138,6 +136,27 @@ def attention(
         **({"launch_pdl": True} if early_merge else {}),
     )  # fmt: skip
     return out_TC
+
+
+def buffers(like: torch.Tensor, pieces: int, lines: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the merge reads: outputs of the pieces, of so many query rows each, and their log-sums."""
+    return (
+        like.new_empty(pieces, lines, head_dim, dtype=torch.float32),
+        like.new_empty(pieces, lines, dtype=torch.float32),
+    )
+
+
+def largest_buffers(
+    like: torch.Tensor, requests: int, num_heads: int, kv_heads: int, head_dim: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The largest that `attention` takes for so many requests: with as many rows for each as there may be."""
+    lines = MAX_QUERIES * num_heads // kv_heads
+    programs = choose_tiles(_tile_rows(lines), like.dtype).per_multiprocessor * _multiprocessors(like.device)
+    return buffers(like, programs + requests * kv_heads, lines, head_dim)
+
+
+def _tile_rows(lines: int) -> int:
+    return max(16, triton.next_power_of_2(lines))
 
 
 def _check(kv_BKNC: torch.Tensor, head_dim: int, rel: int, group: int, max_queries: int, batch: PagedBatch) -> None:

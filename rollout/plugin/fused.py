@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 import torch.nn.functional as F
 
+from rollout.kernels import fallback
 from rollout.kernels.cuda import Kernels
 from rollout.kernels.units import mixture_dtype
 from rollout.plugin.attention import Attention
@@ -197,12 +198,43 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Te
 
 
 def reserve(model: TextModel, hidden_TH: torch.Tensor) -> torch.Tensor:
-    """What a step of as many rows allocates at once, for vLLM's measurement of memory before there are pages."""
-    layer: DecoderLayer = model.layers[0]  # type: ignore[assignment]
-    attention = layer.self_attn
-    assert attention.shared is not None
-    residuals = Residuals(-(-len(model.layers) // model.shape.layers_per_block), hidden_TH)
-    whole_TC = F.linear(hidden_TH, attention.shared.inputs)
-    del whole_TC
+    """What a step of as many rows allocates at once, for vLLM's measurement of memory before there are pages.
+
+    Of attention only memory, for the most requests that a step may have; the experts run.
+    """
+    layers: list[DecoderLayer] = list(model.layers)  # type: ignore[arg-type]
+    kernels, requests = model.kernels, min(model.max_requests, hidden_TH.shape[0])
+    assert kernels is not None
+    residuals = Residuals(-(-len(layers) // model.shape.layers_per_block), hidden_TH)
+    for layer in {layer.self_attn.kind: layer for layer in layers}.values():
+        reserve_attention(layer.self_attn, kernels, hidden_TH, requests)
     mixed_TH = residuals.planes[0].clone()
-    return layer.mlp(mixed_TH)
+    # Rows that Marlin multiplies, of every format: the driver compiles it for most of a minute, now or in a request.
+    for layer in dict(zip(model.shape.expert_formats, layers, strict=True)).values():
+        layer.mlp(mixed_TH[: kernels.vector_rows + 1])
+    return layers[0].mlp(mixed_TH)
+
+
+def reserve_attention(module: Attention, kernels: Kernels, hidden_TH: torch.Tensor, requests: int) -> None:
+    """Hold for a moment what `attend` does at its largest: in a step of requests with few rows and one with many."""
+    kind, shared = module.kind, module.shared
+    assert shared is not None
+    new, rows, channels = hidden_TH.new_empty, hidden_TH.shape[0], kind.num_heads * kind.head_dim
+    columns = sum(linear.output_size for linear in module.projections()) - shared.inputs.shape[0]
+    float32 = torch.float32
+    held = (
+        new(1 if shared.taps is None else 3, *hidden_TH.shape),
+        F.linear(hidden_TH, shared.inputs), new(rows, columns), new(rows, kind.num_heads, dtype=float32),
+        None if shared.taps is None else new(2, rows, shared.taps.shape[1], dtype=float32),
+        new(rows, channels), new(rows, channels),
+        new(rows, *module.relative_position_bias.norm.scale.shape, dtype=mixture_dtype(hidden_TH.dtype)),
+    )  # fmt: skip
+    if "decode" not in kernels.fell_back:
+        from rollout.kernels.triton_decode import largest_buffers
+
+        largest_buffers(hidden_TH, requests, kind.num_heads, kind.num_kv_heads, kind.head_dim)
+    if not kernels.capturable:
+        new(4, fallback.SCORES, dtype=float32)
+    # Then what few rows and many gave, in one, or the projection of it.
+    new(rows, max(channels, hidden_TH.shape[1]))
+    del held

@@ -116,6 +116,8 @@ class TextModel(nn.Module):
         self.norm = RMSNormWeight(shape.hidden_size)
         self.final_input = ResidualQuery(shape.hidden_size)
         self.cache = CachePlan.create(shape, vllm_config, prefix, draft_shape(vllm_config))
+        self.max_requests: int = vllm_config.scheduler_config.max_num_seqs
+        """Of a step."""
         self.kernels: Kernels | None = None
         """On CUDA only."""
 
