@@ -29,6 +29,21 @@ def counter(llm: Any, name: str) -> int:
     return sum(int(m.value) for m in llm.get_metrics() if m.name == f"vllm:spec_decode_{name}")
 
 
+def chi_square(counts: torch.Tensor, probabilities: torch.Tensor) -> float:
+    """p-value of counts [V] under a distribution [V]; bins of which fewer than 5 are expected are pooled."""
+    counts, expected = counts.double(), probabilities.double() / probabilities.double().sum() * counts.sum()
+    assert counts[expected == 0].sum() == 0, "a token came that has no probability"
+    small = expected < 5
+    pools = [(counts[~small], expected[~small])]
+    if expected[small].sum() >= 5:
+        pools.append((counts[small].sum()[None], expected[small].sum()[None]))
+    counts, expected = (torch.cat(parts) for parts in zip(*pools, strict=True))
+    statistic = ((counts - expected).square() / expected).sum()
+    freedom = torch.tensor(len(counts) - 1, dtype=torch.float64)
+    assert freedom > 0
+    return float(torch.special.gammaincc(freedom / 2, statistic / 2))
+
+
 @dataclass(frozen=True)
 class Drafted:
     """One block as the engine drafted it."""
