@@ -34,6 +34,22 @@ def read_rows(source: str, prompt_key: str, answer_key: str, field: str) -> list
     Raises:
         DataError: no such file, no such column, no rows.
     """
+    rows = read_table(source, field)
+    if source in BUILTIN:
+        return rows
+    for key, name in ((prompt_key, "data.prompt_key"), (answer_key, "data.answer_key")):
+        missing = [number for number, row in enumerate(rows) if row.get(key) is None]
+        if missing:
+            columns = ", ".join(sorted(rows[missing[0]])) or "none"
+            raise DataError(
+                f"{field} must have the column {key!r} ({name}) in every row; row {missing[0]} of {source} has "
+                f"{columns}. Set {name} to the right column"
+            )
+    return rows
+
+
+def read_table(source: str, field: str) -> list[dict[str, Any]]:
+    """All rows of a source, whatever their columns; arguments and errors as in `read_rows`."""
     if source in BUILTIN:
         return arithmetic.rows(BUILTIN[source])  # type: ignore[arg-type]
     path = Path(source).expanduser()
@@ -45,14 +61,6 @@ def read_rows(source: str, prompt_key: str, answer_key: str, field: str) -> list
     rows = _load(path, field)
     if not rows:
         raise DataError(f"{field} must have rows; {source} is empty. Give another file")
-    for key, name in ((prompt_key, "data.prompt_key"), (answer_key, "data.answer_key")):
-        missing = [number for number, row in enumerate(rows) if row.get(key) is None]
-        if missing:
-            columns = ", ".join(sorted(rows[missing[0]])) or "none"
-            raise DataError(
-                f"{field} must have the column {key!r} ({name}) in every row; row {missing[0]} of {source} has "
-                f"{columns}. Set {name} to the right column"
-            )
     return rows
 
 

@@ -51,12 +51,25 @@ def build_policy(recipe: Recipe, device: torch.device, zero3: dict[str, Any] | N
 
 def load_base(recipe: Recipe, device: torch.device, zero3: dict[str, Any] | None = None) -> torch.nn.Module:
     """transformers' `Inkling2ForCausalLM` in the trainer's dtype with the checkpoint's weights, all frozen."""
+    model = load_frozen(Checkpoint.open(recipe.model.path), getattr(torch, recipe.trainer_dtype), device, zero3)
+    if recipe.trainer.gradient_checkpointing:
+        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+        model.enable_input_require_grads()
+    return model
+
+
+def load_frozen(
+    checkpoint: Checkpoint, dtype: torch.dtype, device: torch.device, zero3: dict[str, Any] | None = None
+) -> Any:
+    """transformers' `Inkling2ForCausalLM` with a checkpoint's weights, nothing of it trainable.
+
+    Raises:
+        CheckpointError: the checkpoint is not whole.
+    """
     from transformers.models.inkling2 import Inkling2ForCausalLM
     from transformers.models.inkling2.configuration_inkling2 import Inkling2TextConfig
 
-    checkpoint = Checkpoint.open(recipe.model.path)
     checkpoint.check()
-    dtype = getattr(torch, recipe.trainer_dtype)
     config = Inkling2TextConfig(**{k: v for k, v in checkpoint.text_config.items() if k != "model_type"})
     config.use_cache = False
     # Starting values are overwritten below; drawing them must not move the caller's generator, nor cost time.
@@ -65,9 +78,6 @@ def load_base(recipe: Recipe, device: torch.device, zero3: dict[str, Any] | None
     model.set_experts_implementation(EXPERTS_IMPLEMENTATION)
     _load(model, checkpoint, dtype, is_partitioned=zero3 is not None)
     model.requires_grad_(False)
-    if recipe.trainer.gradient_checkpointing:
-        model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
-        model.enable_input_require_grads()
     return model
 
 

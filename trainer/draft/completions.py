@@ -1,0 +1,199 @@
+"""What a draft is trained on: completions of the target, and blocks that start at tokens sampled from them.
+
+Completions come from a file that holds their tokens (an engine's, say), or are sampled from the target for prompts of
+a recipe's kind. Anchors follow from seed, epoch and completion alone, so that training can be continued anywhere.
+
+Letters: N completions, T tokens of the longest, A anchors, B rows of a block.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from itertools import batched, groupby
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+
+from inkling_rl.chat import Renderer
+from inkling_rl.checkpoint.layout import CheckpointError
+from trainer.dataset import DataError, Prompts, read_table
+from trainer.draft.target import Target
+
+TOKEN_COLUMNS = ("prompt_token_ids", "token_ids")
+
+
+class Completion(NamedTuple):
+    """Tokens of a prompt and of what the target made of it, its stop token included."""
+
+    prompt: tuple[int, ...]
+    tokens: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Sampling:
+    """How completions are made where `--data` holds prompts only."""
+
+    samples_per_prompt: int = 4
+    temperature: float = 1.0
+    max_tokens: int = 48
+    effort: float = 0.2
+    max_prompt_length: int = 1024
+    batch_size: int = 256
+
+
+class Blocks(NamedTuple):
+    """A batch, padded on the right: `tokens` [N, T], `anchors` [N, A], the others [N, A, B].
+
+    Rows without a token have weight 0.
+    """
+
+    tokens: torch.Tensor
+    anchors: torch.Tensor
+    inputs: torch.Tensor
+    """The anchor's token, then mask tokens."""
+
+    previous: torch.Tensor
+    labels: torch.Tensor
+    weights: torch.Tensor
+
+    def to(self, device: torch.device) -> Blocks:
+        return Blocks(*(value.to(device) for value in self))
+
+
+def make_blocks(
+    completions: Sequence[Completion], anchors: Sequence[Sequence[int]], mask_token: int, decay_B: torch.Tensor
+) -> Blocks:
+    """Put completions and the positions of their anchors into one batch.
+
+    Args:
+        completions: N of them.
+        anchors: positions in prompt and completion together, increasing, of each.
+        mask_token: fills the rows after the anchor.
+        decay_B: weight of each row of a block.
+    """
+    sequences = [torch.tensor(c.prompt + c.tokens) for c in completions]
+    lengths_N1 = torch.tensor([[len(sequence)] for sequence in sequences])
+    tokens_NT = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True)
+    counts_N1 = torch.tensor([[len(positions)] for positions in anchors])
+    anchors_NA = torch.nn.utils.rnn.pad_sequence([torch.tensor(p, dtype=torch.long) for p in anchors], batch_first=True)
+    is_anchor_NA = torch.arange(anchors_NA.shape[1]) < counts_N1
+    at_NAB = anchors_NA[..., None] + torch.arange(len(decay_B))
+    last = tokens_NT.shape[1] - 1
+    rows_N11 = torch.arange(len(sequences))[:, None, None]
+    has_token_NAB = (at_NAB + 1 < lengths_N1[..., None]) & is_anchor_NA[..., None]
+    previous_NAB = tokens_NT[rows_N11, at_NAB.clamp(max=last)]
+    inputs_NAB = torch.full_like(previous_NAB, mask_token)
+    inputs_NAB[..., 0] = previous_NAB[..., 0]
+    labels_NAB = tokens_NT[rows_N11, (at_NAB + 1).clamp(max=last)]
+    return Blocks(tokens_NT, anchors_NA, inputs_NAB, previous_NAB, labels_NAB, has_token_NAB * decay_B)
+
+
+def sample_anchors(completion: Completion, max_anchors: int, seed: object) -> list[int]:
+    """Positions of up to `max_anchors` anchors: completion tokens that another one follows."""
+    first, count = len(completion.prompt), max(0, len(completion.tokens) - 1)
+    places = range(first, first + count)
+    if count <= max_anchors:
+        return list(places)
+    return sorted(random.Random(f"anchors/{seed}").sample(places, max_anchors))
+
+
+def load_completions(
+    source: str,
+    target: Target,
+    checkpoint_path: Path,
+    sampling: Sampling,
+    seed: int,
+    report: Callable[[int, int], None] = lambda done, total: None,
+) -> list[Completion]:
+    """Completions of a source: read where it holds tokens, sampled from the target where it holds prompts.
+
+    Args:
+        source: arithmetic/train, arithmetic/heldout, or a .jsonl or .parquet file with the columns of `TOKEN_COLUMNS`
+            or with `prompt` (text, or messages).
+        target: samples completions.
+        checkpoint_path: directory with the tokenizer.
+        sampling: how.
+        seed: of the sampling.
+        report: called with completions done and wanted.
+
+    Raises:
+        DataError: the source cannot be used. CheckpointError: no tokenizer.
+    """
+    vocabulary = target.model.config.unpadded_vocab_size
+    rows = read_table(source, "--data")
+    if TOKEN_COLUMNS[1] in rows[0]:
+        return [_checked(row, number, source, vocabulary) for number, row in enumerate(rows)]
+    prompts = _prompts(rows, source, checkpoint_path, sampling)
+    stop = target.model.config.eos_token_id
+    stop_token = stop[0] if isinstance(stop, list) else stop
+    wanted = [prompt for prompt in prompts for _ in range(sampling.samples_per_prompt)]
+    random.Random(f"completions/{seed}").shuffle(wanted)
+    wanted.sort(key=len)  # batches of one length need no padding and no mask
+    completions: list[Completion] = []
+    for _, group in groupby(wanted, key=len):
+        for batch in batched(group, sampling.batch_size):
+            batch_seed = random.Random(f"completions/{seed}/{len(completions)}").getrandbits(32)
+            made = target.complete(
+                torch.tensor(batch), sampling.temperature, sampling.max_tokens, stop_token, batch_seed
+            )
+            completions += [Completion(p, tuple(tokens)) for p, tokens in zip(batch, made, strict=True)]
+            report(len(completions), len(wanted))
+    random.Random(f"order/{seed}").shuffle(completions)
+    return completions
+
+
+def write_completions(path: Path, completions: Iterable[Completion]) -> None:
+    """A file that `load_completions` reads."""
+    lines = (json.dumps(dict(zip(TOKEN_COLUMNS, c, strict=True))) + "\n" for c in completions)
+    path.write_text("".join(lines), encoding="utf-8")
+
+
+def _checked(row: dict[str, Any], number: int, source: str, vocabulary: int) -> Completion:
+    for name in TOKEN_COLUMNS:
+        ids = row.get(name)
+        if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < vocabulary for i in ids):
+            raise DataError(
+                f"--data: {name} must be a list of token ids from 0 to {vocabulary - 1}; row {number} of {source} has "
+                f"{str(ids)[:60]}. Write the tokens that the engine gave"
+            )
+    return Completion(*(tuple(row[name]) for name in TOKEN_COLUMNS))
+
+
+def _prompts(
+    rows: Sequence[dict[str, Any]], source: str, checkpoint_path: Path, sampling: Sampling
+) -> list[tuple[int, ...]]:
+    missing = [number for number, row in enumerate(rows) if row.get("prompt") is None]
+    if missing:
+        raise DataError(
+            f"--data must have the columns {' and '.join(TOKEN_COLUMNS)}, or prompt, in every row; row {missing[0]} of "
+            f"{source} has {', '.join(sorted(rows[missing[0]])) or 'none'}. Rename the columns"
+        )
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(checkpoint_path))
+    except Exception as error:  # whatever the tokenizers library raises, it is about these files
+        raise CheckpointError(
+            f"{checkpoint_path}/tokenizer.json must be a readable tokenizer; got: {str(error).splitlines()[0][:200]}. "
+            "Copy the checkpoint again"
+        ) from error
+    renderer = Renderer(tokenizer)
+    prompts = Prompts(
+        rows,
+        renderer,
+        prompt_key="prompt",
+        answer_key="prompt",
+        effort=sampling.effort,
+        environment="",
+        max_prompt_length=sampling.max_prompt_length,
+    )
+    if not len(prompts):
+        raise DataError(
+            f"--data must have prompts of up to --max-prompt-length {sampling.max_prompt_length} tokens; all "
+            f"{prompts.num_dropped} of {source} are longer. Raise it"
+        )
+    return [tuple(renderer.render(item["prompt"], effort=sampling.effort)) for item in prompts.items]

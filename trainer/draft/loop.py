@@ -1,0 +1,188 @@
+"""The optimiser's loop over completions: batches, schedule, gradients, and a state that can be continued from.
+
+Everything drawn at random follows from the seed and the step, so a state is weights, optimiser and step. Source: DSpark
+(arXiv 2607.05147) for the numbers of `Plan`: AdamW without weight decay, 4 % warm-up, gradients clipped to 1, ten
+epochs. Departure: after the warm-up the rate follows half a cosine to zero; what the paper's does is not said.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from itertools import batched
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from trainer.draft.completions import Completion, make_blocks, sample_anchors
+from trainer.draft.losses import Coefficients, decay, score
+from trainer.draft.model import BlockDraft
+from trainer.draft.target import Target
+from trainer.draft.teacher_forcing import forward
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Plan:
+    """Everything that decides the result, besides target, starting weights and completions."""
+
+    num_epochs: float = 10.0
+    batch_size: int = 512
+    """Completions of an optimiser step."""
+
+    micro_batch_size: int = 64
+    """Completions at a time."""
+
+    learning_rate: float = 6e-4
+    warmup_share: float = 0.04
+    max_grad_norm: float = 1.0
+    max_anchors: int = 512
+    """Anchors of a completion and epoch."""
+
+    decay_gamma: float = 4.0
+    coefficients: Coefficients = field(default_factory=Coefficients)
+    seed: int = 0
+
+    def num_steps(self, num_completions: int) -> int:
+        return max(1, round(self.num_epochs * num_completions / self.batch_size))
+
+    def rate(self, step: int, num_steps: int) -> float:
+        """Learning rate of a step, counted from 0."""
+        num_warmup_steps = max(1, round(self.warmup_share * num_steps))
+        if step < num_warmup_steps:
+            return self.learning_rate * (step + 1) / num_warmup_steps
+        progress = (step - num_warmup_steps) / max(1, num_steps - num_warmup_steps)
+        return self.learning_rate * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class StepResult:
+    """Means over the rows of one optimiser step, weighted as in the loss."""
+
+    loss: float
+    cross_entropy: float
+    distance: float
+    confidence: float
+    acceptance: tuple[float, ...]
+    """Mean acceptance probability of each row, not weighted."""
+
+    grad_norm: float
+
+
+class Training:
+    """Weights in training, their optimiser and the step."""
+
+    def __init__(self, draft: BlockDraft, target: Target, completions: Sequence[Completion], plan: Plan) -> None:
+        """`draft` gives shape and starting values.
+
+        Raises:
+            ValueError: no completion is long enough to have an anchor.
+        """
+        self.completions = [c for c in completions if len(c.tokens) > 1]
+        if not self.completions:
+            raise ValueError(
+                "--data must have completions of two tokens or more; got none. Give the draft something to predict"
+            )
+        self.target, self.plan = target, plan
+        weights = {
+            name: value.to(target.device, torch.float32, copy=True).requires_grad_()
+            for name, value in draft.weights.items()
+        }
+        self.draft = BlockDraft(draft.shape, weights)
+        self.optimizer = torch.optim.AdamW(weights.values(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.num_steps = plan.num_steps(len(self.completions))
+        self.step = 0
+        self._orders: dict[int, list[int]] = {}
+
+    def run(self, report: Callable[[int, int, StepResult], None] = lambda step, num_steps, result: None) -> None:
+        """Train to the end, from wherever the state is; `report` is called after every step, counted from 1."""
+        while self.step < self.num_steps:
+            result = self.advance()
+            report(self.step, self.num_steps, result)
+
+    def advance(self) -> StepResult:
+        """One optimiser step."""
+        plan, shape = self.plan, self.draft.shape
+        for group in self.optimizer.param_groups:
+            group["lr"] = plan.rate(self.step, self.num_steps)
+        decay_B = decay(shape.block_size, plan.decay_gamma)
+        batches = [
+            make_blocks([c for c, _ in part], [a for _, a in part], shape.mask_token_id, decay_B)
+            for part in batched(self._batch(), plan.micro_batch_size)
+        ]
+        # The denominators are those of the whole batch, so its cut into micro-batches changes nothing.
+        total = float(sum(float(blocks.weights.sum()) for blocks in batches))
+        counts_B = sum((blocks.weights > 0).sum((0, 1)) for blocks in batches)
+        sums = torch.zeros(4)
+        accepted_B = torch.zeros(shape.block_size)
+        for blocks in batches:
+            scored = forward(self.draft, self.target, blocks.to(self.target.device))
+            losses = score(
+                scored, self.target.logits, self.draft.weights["markov_head.markov_w2.weight"], shape.block_size
+            )
+            loss = plan.coefficients.total(losses) / total
+            loss.backward()
+            sums += torch.stack([loss * total, *losses[:3]]).detach().float().cpu()
+            accepted_B += losses.acceptance.float().cpu()
+        grad_norm = torch.nn.utils.clip_grad_norm_(self.draft.weights.values(), plan.max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        self.step += 1
+        loss, cross_entropy, distance, confidence = (sums / total).tolist()
+        acceptance = (accepted_B / counts_B).nan_to_num().tolist()
+        return StepResult(
+            loss=loss,
+            cross_entropy=cross_entropy,
+            distance=distance,
+            confidence=confidence,
+            acceptance=tuple(acceptance),
+            grad_norm=float(grad_norm),
+        )
+
+    def _batch(self) -> list[tuple[Completion, list[int]]]:
+        """Completions of the current step with their anchors, the longest last."""
+        count, size = len(self.completions), self.plan.batch_size
+        batch = []
+        for number in range(self.step * size, (self.step + 1) * size):
+            epoch, place = divmod(number, count)
+            index = self._order(epoch)[place]
+            completion = self.completions[index]
+            seed = f"{self.plan.seed}/{epoch}/{index}"
+            batch.append((completion, sample_anchors(completion, self.plan.max_anchors, seed)))
+        return sorted(batch, key=lambda item: len(item[0].prompt) + len(item[0].tokens))
+
+    def _order(self, epoch: int) -> list[int]:
+        if epoch not in self._orders:
+            order = list(range(len(self.completions)))
+            random.Random(f"batches/{self.plan.seed}/{epoch}").shuffle(order)
+            self._orders = {epoch: order}
+        return self._orders[epoch]
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and numbers to continue from."""
+        return {
+            "step": self.step,
+            "weights": {name: value.detach() for name, value in self.draft.weights.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue from what `state` gave."""
+        self.step = state["step"]
+        with torch.no_grad():
+            for name, value in self.draft.weights.items():
+                value.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+def save_state(path: Path, state: dict[str, Any]) -> None:
+    """A file that holds the old state or the new one, whenever this process is killed."""
+    partial = path.with_name(f".{path.name}.partial")
+    with partial.open("wb") as file:
+        torch.save(state, file)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)
