@@ -77,7 +77,7 @@ def model() -> tuple[Any, dict[str, Any]]:
 
 def test_a_step_holds_no_more_than_was_reserved(monkeypatch: pytest.MonkeyPatch) -> None:
     kernels: Any = SimpleNamespace(
-        tap_sources=lambda batch, rows, tokens: torch.empty(0), conv_mix=lambda *arguments: arguments[-1].zero_()
+        tap_sources=lambda batch, rows, tokens: torch.empty(0), conv_mix=lambda *arguments, **_: arguments[-1].zero_()
     )
     monkeypatch.setattr(fused, "attend", lambda module, kernels, inputs_QTH, *_: torch.empty_like(inputs_QTH[0]))
     asked: list[tuple[Any, int]] = []
