@@ -126,6 +126,7 @@ def conv_mix(
     running_TH: torch.Tensor,
     out_QTH: torch.Tensor,
     tile: Any = None,
+    early: bool = False,
 ) -> None:
     """`triton_conv_mix.conv_mix`."""
     new_TH = _short_conv(x_TH, state_BNC, sources_TL, weight, None)
@@ -193,6 +194,8 @@ def route(
     weights_TK: torch.Tensor | None = None,
     experts_TK: torch.Tensor | None = None,
     plan: Any = None,
+    early: bool = True,
+    constant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """`triton_router.route`. The product in float64: a float32 one may be rounded to tf32, which chooses others."""
     logits_TE = (x_TH.double() @ router_EH.double().t()).float()

@@ -174,8 +174,9 @@ def _prepare(sizes: Sizes) -> Iterator[Trial]:
 
 def _conv_mix(sizes: Sizes) -> Iterator[Trial]:
     is_full = any(kind.window is None for kind in sizes.attention)
-    # Few rows and many may take different programs (`triton_conv_mix.TILES`); where a block opens, nothing is added.
-    for queries, step, opens in [*product((1, 3) if is_full else (1,), (STEP, ((5, 300),)), (False,)), (1, STEP, True)]:
+    # Few rows and many are kernels of their own; where a block opens, nothing is added.
+    kinds = [(queries, opens) for queries, opens in ((1, False), (1, True), (3, False)) if is_full or queries == 1]
+    for (queries, opens), step in product(kinds, (STEP, ((5, 300),))):
         draw = _Draw()
         batch, rows = _batch(step, sizes.conv_page)
         state = draw(int(batch.block_table.max()) + 1, sizes.conv_page, sizes.hidden, dtype=sizes.state_dtype)
@@ -188,7 +189,7 @@ def _conv_mix(sizes: Sizes) -> Iterator[Trial]:
             torch.zeros(queries, rows, sizes.hidden, dtype=sizes.dtype),
         )  # fmt: skip
         what = f"{queries} outputs, {rows} rows{', a new block' if opens else ''}"
-        yield Trial(what, arguments, LIMITS[sizes.dtype], (1, 11, 12))
+        yield Trial(what, arguments, LIMITS[sizes.dtype], (1, 11, 12), options={"early": True})
 
 
 def _route(sizes: Sizes) -> Iterator[Trial]:
@@ -197,7 +198,8 @@ def _route(sizes: Sizes) -> Iterator[Trial]:
     few = draw(7, sizes.hidden, dtype=sizes.dtype)
     # Few different rows: two experts that nearly tie would make a difference of nothing.
     for rows in (9, 70, 1030):
-        yield Trial(f"{rows} tokens", (few.repeat(rows // 7 + 1, 1)[:rows], router, bias, sizes.top_k, 8.0), 1e-4)
+        arguments = (few.repeat(rows // 7 + 1, 1)[:rows], router, bias, sizes.top_k, 8.0)
+        yield Trial(f"{rows} tokens", arguments, 1e-4, options={"constant": True})
 
 
 def _activation(sizes: Sizes) -> Iterator[Trial]:

@@ -61,8 +61,11 @@ def merge_kernel(
 
     A program has one query head (HEADS 1) or all those of a key/value head (HEADS a power of two of GROUP or more).
     Rows that belong to no request (padding of a captured batch) become zero. EARLY: launched before the decode kernel
-    has ended, for which it waits once it knows what to do.
+    has ended, for which it waits once it knows what to do; also where there is nothing to do, for what comes after this
+    kernel takes its end for the end of both. That may be launched at once, see `triton_skinny`.
     """
+    if EARLY:
+        tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(0)
     if HEADS == 1:
         kv_head = tl.program_id(1) // GROUP
@@ -80,6 +83,8 @@ def merge_kernel(
     channel = tl.arange(0, HEAD_DIM)[None, :]
     place = out + row.to(tl.int64) * (KV_HEADS * GROUP * HEAD_DIM) + heads[:, None] * HEAD_DIM + channel
     if request >= requests:
+        if EARLY:
+            tl.extra.cuda.gdc_wait()
         tl.store(place, tl.zeros([HEADS, HEAD_DIM], out.dtype.element_ty), mask=real[:, None])
         return
     begin = tl.load(query_start + request)

@@ -14,9 +14,14 @@ The sum over the hidden size is a fixed tree: those 64 columns, segments of 256,
 Few tokens are spread over many programs (one per segment), many tokens are not; the tree, and so a row's bits, is the
 same.
 
-The choice is launched before the sums have ended, and waits for them once it runs: the second launch costs nothing.
+The choice is launched before the sums have ended, and waits for them once it runs: the second launch costs nothing. Few
+tokens' sums may be launched before the kernel before them has ended, see `route`: then the router's weights are in
+registers when the tokens come, and time passes for the tokens alone.
 """
 
+# Triton's tuples grow by concatenation.
+# ruff: noqa: RUF005
+# mypy: disable-error-code="assignment"
 from __future__ import annotations
 
 from typing import NamedTuple
@@ -25,7 +30,11 @@ import torch
 import triton
 import triton.language as tl
 
+from rollout.kernels.triton_mixture import prefetch
+
 COLUMNS, SEGMENT, GROUPS = 64, 256, 3
+CHUNK = 128
+"""Experts that the choice takes side by side: no more, lest it calculate with many that are not there."""
 
 _UPPER_HALF = tl.constexpr(-0x10000)  # 0xFFFF0000
 _LEAST = tl.constexpr(-0x80000000)
@@ -58,6 +67,7 @@ def route(
     experts_TK: torch.Tensor | None = None,
     plan: tuple[Tile, str] | None = None,
     early: bool = True,
+    constant: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Weights float32 [T, top_k] and expert numbers int32 [T, top_k], in ascending order of the number.
 
@@ -66,6 +76,8 @@ def route(
         router_EH: float32, any strides. bias_E: float32; only selects.
         weights_TK, experts_TK: written instead of new tensors; contiguous.
         early: launch the choice before the sums have ended.
+        constant: router and bias are written neither by the kernel before nor by one that may still run then. Few
+            tokens' sums start before it has ended and read the router's weights at once.
     """
     num_rows, num_experts = x_TH.shape[0], router_EH.shape[0]
     assert x_TH.stride(1) == 1 and router_EH.dtype == bias_E.dtype == torch.float32 and top_k <= num_experts
@@ -76,11 +88,11 @@ def route(
     assert weights_TK.is_contiguous() and experts_TK.is_contiguous()
     if num_rows:
         early = early and not triton.knobs.runtime.interpret
-        parts_PTE, inner = _logits(x_TH, router_EH, plan, early)
+        parts_PTE, inner = _logits(x_TH, router_EH, plan, early, constant)
         with torch.cuda.device_of(x_TH):
             _choose_kernel[(num_rows,)](
                 parts_PTE, bias_E, weights_TK, experts_TK, num_rows, route_scale, num_experts,
-                triton.next_power_of_2(num_experts), parts_PTE.shape[0] // inner, inner, top_k, early,
+                min(CHUNK, triton.next_power_of_2(num_experts)), parts_PTE.shape[0] // inner, inner, top_k, early,
                 num_warps=1, **({"launch_pdl": True} if early else {}),
             )  # fmt: skip
     return weights_TK, experts_TK
@@ -105,8 +117,9 @@ def choose_plan(num_rows: int, dtype: torch.dtype) -> tuple[Tile, str]:
 
 
 def _logits(
-    x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] | None, early: bool = False
-) -> tuple[torch.Tensor, int]:
+    x_TH: torch.Tensor, router_EH: torch.Tensor, plan: tuple[Tile, str] | None, early: bool = False,
+    constant: bool = False,
+) -> tuple[torch.Tensor, int]:  # fmt: skip
     """Partial sums float32 [parts, T, E], and how many of them make a group."""
     num_rows, hidden = x_TH.shape
     num_experts = router_EH.shape[0]
@@ -115,11 +128,18 @@ def _logits(
     segments, groups = {"segment": (1, 1), "group": (per_group, 1), "row": (per_group, GROUPS)}[span]
     parts = GROUPS * per_group // (segments * groups)
     parts_PTE = torch.empty(parts, num_rows, num_experts, dtype=torch.float32, device=x_TH.device)
+    given = (x_TH, router_EH, parts_PTE, x_TH.stride(0), *router_EH.stride(), num_rows, num_experts, hidden)
+    grid = triton.cdiv(num_experts, 64), triton.cdiv(num_rows, tile.tokens), parts
     with torch.cuda.device_of(x_TH):
-        _logits_kernel[(triton.cdiv(num_experts, 64), triton.cdiv(num_rows, tile.tokens), parts)](
-            x_TH, router_EH, parts_PTE, x_TH.stride(0), *router_EH.stride(), num_rows, num_experts, hidden, groups,
-            segments, SEGMENT, tile.tokens, COLUMNS, early, num_warps=tile.warps, num_stages=tile.stages,
-        )  # fmt: skip
+        # Float32 tokens take more registers than are left beside the weights.
+        if constant and span == "segment" and x_TH.dtype == torch.bfloat16:
+            options = {"launch_pdl": True} if early else {}
+            _segment_kernel[grid](*given, SEGMENT, tile.tokens, COLUMNS, early, num_warps=tile.warps, **options)
+        else:
+            _logits_kernel[grid](
+                *given, groups, segments, SEGMENT, tile.tokens, COLUMNS, early, num_warps=tile.warps,
+                num_stages=tile.stages,
+            )  # fmt: skip
     return parts_PTE, (per_group if span == "segment" else 1)
 
 
@@ -163,6 +183,50 @@ def _logits_kernel(
     tl.store(place, total if GROUPS > 1 else of_group, mask=experts_there[:, None] & rows_there[None, :])
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _segment_kernel(
+    x, router, parts, stride_x, stride_expert, stride_column, num_rows, num_experts, HIDDEN: tl.constexpr,
+    SEGMENT: tl.constexpr, TOKENS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """`_logits_kernel` of one segment, launched early: all its weights are read and split while it waits for x."""
+    expert = tl.program_id(0) * 64 + tl.arange(0, 64)
+    row = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    experts_there, rows_there = expert < num_experts, row < num_rows
+    first = tl.program_id(2) * SEGMENT
+    experts_at = router + expert[:, None] * stride_expert
+    rows_at = x + row[None, :].to(tl.int64) * stride_x
+    STEPS: tl.constexpr = SEGMENT // COLUMNS
+    if EARLY:
+        # Registers hold too few loads at a time. A line of the cache has 32 numbers.
+        column = tl.minimum(first + tl.arange(0, SEGMENT // 32) * 32, HIDDEN - 1)
+        rows_of = router + tl.minimum(expert, num_experts - 1)[:, None] * stride_expert
+        prefetch(rows_of + column[None, :] * stride_column)
+    weights = ()
+    for step in tl.static_range(STEPS):
+        column = first + step * COLUMNS + tl.arange(0, COLUMNS)
+        there = experts_there[:, None] & (column < HIDDEN)[None, :]
+        weights = weights + (tl.load(experts_at + column[None, :] * stride_column, mask=there, other=0.0),)
+    thirds = ()
+    for step in tl.static_range(STEPS):
+        thirds = thirds + _thirds(weights[step])
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
+    given = ()
+    for step in tl.static_range(STEPS):
+        column = first + step * COLUMNS + tl.arange(0, COLUMNS)
+        there = rows_there[None, :] & (column < HIDDEN)[:, None]
+        given = given + (tl.load(rows_at + column[:, None], mask=there, other=0.0),)
+    total = tl.zeros([64, TOKENS], tl.float32)
+    for step in tl.static_range(STEPS):
+        of_step = tl.dot(thirds[3 * step + 2], given[step])
+        of_step = tl.dot(thirds[3 * step + 1], given[step], of_step)
+        total += tl.dot(thirds[3 * step], given[step], of_step)
+    place = parts + tl.program_id(2).to(tl.int64) * num_rows * num_experts
+    place += row[None, :].to(tl.int64) * num_experts + expert[:, None]
+    tl.store(place, total, mask=experts_there[:, None] & rows_there[None, :])
+
+
 @triton.jit
 def _product(weight, given):
     """`weight @ given` in float32 precision, small terms first."""
@@ -201,46 +265,95 @@ def _choose_kernel(
     parts, bias, weights, experts, num_rows, route_scale, NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr,
     GROUPS: tl.constexpr, INNER: tl.constexpr, TOP_K: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
+    """One row. What belongs to its experts are tuples of chunks, because their number is no power of two."""
     row = tl.program_id(0).to(tl.int64)
-    expert = tl.arange(0, TILE)
-    there = expert < NUM_EXPERTS
+    CHUNKS: tl.constexpr = (NUM_EXPERTS + TILE - 1) // TILE
     # A constant of the model: read before the wait.
-    lean = tl.load(bias + expert, mask=there, other=0.0)
+    lean = _load_experts(bias, NUM_EXPERTS, TILE)
     if EARLY:
         tl.extra.cuda.gdc_wait()
-    logit = tl.zeros([TILE], tl.float32)
-    for group in tl.static_range(GROUPS):
-        of_group = tl.zeros([TILE], tl.float32)
-        for part in tl.static_range(INNER):
-            start = parts + ((group * INNER + part) * tl.cast(num_rows, tl.int64) + row) * NUM_EXPERTS
-            of_group += tl.load(start + expert, mask=there, other=0.0)
-        logit += of_group
-    score = 1.0 / (1.0 + tl.exp(-logit))
-    biased = (score + lean).to(tl.int32, bitcast=True)
-    # Ordered like the floats. No float is the least integer.
-    ordered = biased ^ ((biased >> 31) & 0x7FFFFFFF)
-    chosen = _largest(tl.where(there, ordered, _LEAST), expert, TOP_K, TILE)
-    score = tl.where(chosen, score, 0.0)
-    place = row * TOP_K + tl.cumsum(chosen.to(tl.int32), axis=0) - 1
-    tl.store(weights + place, score / (tl.sum(score, axis=0) + 1e-20) * route_scale, mask=chosen)
-    tl.store(experts + place, expert, mask=chosen)
+        tl.extra.cuda.gdc_launch_dependents()
+    loaded = ()  # all of it before the first sum
+    for part in tl.static_range(GROUPS * INNER):
+        start = parts + (part * tl.cast(num_rows, tl.int64) + row) * NUM_EXPERTS
+        loaded = loaded + _load_experts(start, NUM_EXPERTS, TILE)
+    score, ordered = (), ()
+    for c in tl.static_range(CHUNKS):
+        logit = tl.zeros([TILE], tl.float32)
+        for group in tl.static_range(GROUPS):
+            of_group = tl.zeros([TILE], tl.float32)
+            for part in tl.static_range(INNER):
+                of_group += loaded[(group * INNER + part) * CHUNKS + c]
+            logit += of_group
+        score = score + (1.0 / (1.0 + tl.exp(-logit)),)
+        biased = (score[c] + lean[c]).to(tl.int32, bitcast=True)
+        # Ordered like the floats. No float is the least integer.
+        number = biased ^ ((biased >> 31) & 0x7FFFFFFF)
+        if NUM_EXPERTS % TILE:
+            number = tl.where(c * TILE + tl.arange(0, TILE) < NUM_EXPERTS, number, _LEAST)
+        ordered = ordered + (number,)
+    chosen = _largest(ordered, TOP_K, TILE)
+    total = tl.zeros([TILE], tl.float32)
+    for c in tl.static_range(CHUNKS):
+        total += tl.where(chosen[c] > 0, score[c], 0.0)
+    factor = route_scale / (tl.sum(total, axis=0) + 1e-20)
+    before = row * TOP_K - 1
+    for c in tl.static_range(CHUNKS):
+        place = before + tl.cumsum(chosen[c], axis=0)
+        before += tl.sum(chosen[c], axis=0)
+        tl.store(weights + place, score[c] * factor, mask=chosen[c] > 0)
+        tl.store(experts + place, c * TILE + tl.arange(0, TILE), mask=chosen[c] > 0)
 
 
 @triton.jit
-def _largest(ordered, expert, TOP_K: tl.constexpr, TILE: tl.constexpr):
-    """Which are the TOP_K largest, of equal ones the first.
+def _load_experts(start, NUM_EXPERTS: tl.constexpr, TILE: tl.constexpr):
+    """A number for every expert; 0 beyond the last."""
+    loaded = ()
+    for c in tl.static_range((NUM_EXPERTS + TILE - 1) // TILE):
+        expert = c * TILE + tl.arange(0, TILE)
+        if NUM_EXPERTS % TILE:
+            loaded = loaded + (tl.load(start + expert, mask=expert < NUM_EXPERTS, other=0.0),)
+        else:
+            loaded = loaded + (tl.load(start + expert),)
+    return loaded
+
+
+@triton.jit
+def _largest(ordered, TOP_K: tl.constexpr, TILE: tl.constexpr):
+    """1 for the TOP_K largest, of equal ones the first, and 0.
 
     That many times the largest number below the last one gives the least that is chosen, unless numbers are equal: then
     one by one, at twice the reductions.
     """
-    least = tl.max(ordered, axis=0)
+    least = _maximum(ordered)
     for _ in tl.static_range(TOP_K - 1):
-        least = tl.max(tl.where(ordered < least, ordered, _LEAST), axis=0)
-    chosen = ordered >= least
-    if tl.sum(chosen.to(tl.int32), axis=0) != TOP_K:
-        left = ordered
+        left = ()
+        for c in tl.static_range(len(ordered)):
+            left = left + (tl.where(ordered[c] < least, ordered[c], _LEAST),)
+        least = _maximum(left)
+    chosen, count = (), tl.zeros([TILE], tl.int32)
+    for c in tl.static_range(len(ordered)):
+        chosen = chosen + ((ordered[c] >= least).to(tl.int32),)
+        count += chosen[c]
+    if tl.sum(count, axis=0) != TOP_K:
+        left, chosen = ordered, ()
         for _turn in range(TOP_K):
-            best = tl.min(tl.where(left == tl.max(left, axis=0), expert, TILE), axis=0)
-            left = tl.where(expert == best, _LEAST, left)
-        chosen = (ordered != _LEAST) & (left == _LEAST)
+            most, best = _maximum(left), tl.full([TILE], 0x7FFFFFFF, tl.int32)
+            for c in tl.static_range(len(ordered)):
+                expert = c * TILE + tl.arange(0, TILE)
+                best = tl.minimum(best, tl.where(left[c] == most, expert, 0x7FFFFFFF))
+            taken, first = (), tl.min(best, axis=0)
+            for c in tl.static_range(len(ordered)):
+                taken = taken + (tl.where(c * TILE + tl.arange(0, TILE) == first, _LEAST, left[c]),)
+            left = taken
+        for c in tl.static_range(len(ordered)):
+            chosen = chosen + (((ordered[c] != _LEAST) & (left[c] == _LEAST)).to(tl.int32),)
     return chosen
+
+
+@triton.jit
+def _maximum(chunks):
+    most = chunks[0]
+    for c in tl.static_range(1, len(chunks)):
+        most = tl.maximum(most, chunks[c])
+    return tl.max(most, axis=0)

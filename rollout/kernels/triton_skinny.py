@@ -11,9 +11,18 @@ The attention's launch has segments: what belongs to the first input, keys and v
 small float32 weights of sinks and dynamic taps. Those keep float32 precision by three bfloat16 products, as the
 router's logits do (`triton_router`).
 
-Weights do not depend on the kernel before: its last moments are spent on fetching the first of them into the L2 cache
-(programmatic dependent launch). That is a hint; every load comes after the end of the kernel before, so even a weight
-that it wrote is read as it left it.
+Weights do not depend on the kernel before: while it runs, the first of them are fetched into the L2 cache (programmatic
+dependent launch). That is a hint; every load comes after the end of the kernel before, so even a weight that it wrote
+is read as it left it.
+
+What all kernels keep to that are launched early or let others be, so that a whole step may be one chain of them:
+
+* Every program waits for the end of the kernel before, and writes nothing until then. So the end of a kernel is the end
+  of all before it too.
+* A kernel lets the next one start (`gdc_launch_dependents`) after its own wait; then nothing but these two runs. What
+  the next one reads before its wait may be anything that this one does not write.
+* `triton_conv_mix`'s kernel of few rows and `triton_merge`'s let it start at once, while the kernel before them may
+  still run. What follows those reads no activation before its wait: this module's kernels and the router's sums.
 
 Not for many rows, float32 activations or adapters: torch's products do those, see `rollout.plugin.fused`.
 """
@@ -31,26 +40,29 @@ from rollout.kernels.triton_softcap import softcapped
 
 
 class Tile(NamedTuple):
-    """Of a program: rows of the weight, columns per step, steps in flight and warps."""
+    """Of a program: rows of the weight, columns per step, steps in flight and warps.
+
+    And how many bytes each thread asks for before the kernel before has ended: while a mixture runs, or attention ends.
+    """
 
     rows: int
     columns: int
     stages: int
     warps: int
+    fetched: int = 512
 
 
 # Up to 16 rows, and up to 32. A stage is 16 KB of weights; about 100 KB per program, two of which a multiprocessor
 # holds: 264 programs. The inputs of Inkling 2 Small's attention need 240 of the first kind. Its output has too few rows
-# to reach all multiprocessors, and is read by 72 deep programs: 144 smaller ones took 19 us on an H200 instead of 16.
+# to reach all multiprocessors, and is read by 72 deep programs: 144 smaller ones took 19 us on an H200 instead of 16. Of
+# the weights 16 and 9 MB are asked for early.
 WIDE = Tile(64, 128, 5, 4), Tile(64, 128, 4, 4)
-NARROW = Tile(64, 128, 8, 4), Tile(64, 128, 8, 4)
+NARROW = Tile(64, 128, 8, 4, 1024), Tile(64, 128, 8, 4, 1024)
 
 SMALL = (32, 128)
 """Rows and columns per step of a program of a float32 weight."""
 
 MOST_ROWS = 32
-PREFETCH = 512
-"""Bytes that each thread asks for before the kernel before has ended: 64 KB per program."""
 
 
 def linear(x_TC: torch.Tensor, weight_OC: torch.Tensor, tile: Tile | None = None, early: bool = True) -> torch.Tensor:
@@ -125,7 +137,7 @@ def _launch(
             cap, 1.0 / cap if cap else 0.0, HIDDEN=hidden, TOKENS=max(8, triton.next_power_of_2(rows)), ROWS=tile.rows,
             COLUMNS=tile.columns, SMALL_ROWS=SMALL[0], SMALL_COLUMNS=SMALL[1], HAS_SMALL=small[0] is not None,
             FULL=keys_values is not None, CAPPED=bool(cap), EARLY=early, PIECES=max(1, 32 * tile.warps // tile.rows),
-            PREFETCH=PREFETCH, num_warps=tile.warps, num_stages=tile.stages, **options,
+            PREFETCH=tile.fetched, num_warps=tile.warps, num_stages=tile.stages, **options,
         )  # fmt: skip
 
 
@@ -160,6 +172,7 @@ def _skinny_kernel(
         if EARLY:
             _prefetch(base, count - start, HIDDEN, ROWS, PIECES, PREFETCH)
             tl.extra.cuda.gdc_wait()
+            tl.extra.cuda.gdc_launch_dependents()
         rows_at = base + tl.minimum(row, count - start - 1)[:, None] * HIDDEN
         tokens_at = x + plane * stride_plane + token[None, :] * stride_row
         total = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -224,6 +237,7 @@ def _small(
     row, token = first + tl.arange(0, ROWS), tl.arange(0, TOKENS)
     if EARLY:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     rows_at = base + tl.minimum(row, count - 1)[:, None] * HIDDEN
     tokens_at = x + plane * stride_plane + token[None, :] * stride_row
     # 1, unknown to the compiler: it would turn a sum of products into one long chain of them, which the matrix unit

@@ -116,7 +116,9 @@ class SparseMoe(nn.Module):
 
             self.router = route
         gate, shape = self.gate, self.shape
-        return self.router(x_TH, gate.weight, gate.e_score_correction_bias, shape.experts_per_token, shape.route_scale)
+        bias_E = gate.e_score_correction_bias
+        # Parameters are written between steps; what runs right before this is the mixture that x comes from.
+        return self.router(x_TH, gate.weight, bias_E, shape.experts_per_token, shape.route_scale, constant=True)
 
 
 def _experts(shape: ModelShape, layer: int) -> Experts | MarlinExperts:

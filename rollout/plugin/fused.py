@@ -100,7 +100,7 @@ def conv_mix(
     running_TH = residuals.planes[residuals.finished]
     kernels.conv_mix(
         x_TH, step.state[..., conv.range], step.sources, step.slots, conv.conv1d.weight, None if opens else running_TH,
-        residuals.planes[: residuals.finished], queries_QH, weights_QH, MIX_EPS, eps, running_TH, out_QTH,
+        residuals.planes[: residuals.finished], queries_QH, weights_QH, MIX_EPS, eps, running_TH, out_QTH, early=True,
     )  # fmt: skip
     return out_QTH
 

@@ -12,7 +12,11 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from rollout.kernels import triton_skinny
+    from rollout.kernels.triton_conv_mix import _conv_mix_kernel, _early_kernel, conv_mix
+    from rollout.kernels.triton_router import _choose_kernel, _logits_kernel, _segment_kernel, route
+    from rollout.kernels.triton_taps import tap_sources
     from tests.gpu.compile_ahead import compile_ahead
+    from tests.rollout import around_attention_cases
     from tests.rollout import skinny_cases as cases
 
 BF16, HIDDEN, WIDTH = torch.bfloat16, 4608, 6144
@@ -114,3 +118,56 @@ def test_what_the_kernel_before_wrote_is_what_is_read(captured: bool) -> None:
         there.zero_()
         got = run().clone()
         assert torch.equal(got, chain(early=False)) and bool(got.abs().sum() > 0)
+
+
+def chain(
+    case: around_attention_cases.ConvMixCase, weights: dict[str, torch.Tensor], early: bool
+) -> list[torch.Tensor]:
+    """Four sublayers as a decode step has them, without attention and experts: each kernel reads what others wrote."""
+    assert case.residual is not None
+    rows, pool, running = len(case.x), case.pool.clone(), case.residual.clone()
+    sources, out, y_TC = tap_sources(case.batch, rows, 4), torch.empty_like(case.x)[None], case.x.new_empty(rows, WIDTH)
+    found: list[torch.Tensor] = [running, out, pool]
+    y_TC.copy_(case.x.repeat(1, 2)[:, :WIDTH])
+    for _ in range(4):
+        x_TH = triton_skinny.linear(y_TC, weights["out"], early=early)
+        conv_mix(
+            x_TH, case.state(pool), sources, case.batch.slots, case.weight, running, case.blocks, case.queries,
+            case.weights, 1e-6, 1e-6, running, out, early=early,
+        )  # fmt: skip
+        chosen = route(out[0], weights["router"], weights["bias"], 8, 8.0, early=early, constant=early)
+        y_TC, *_ = triton_skinny.attention_inputs(out, weights["in"], None, weights["sinks"], None, early=early)
+        found += [*chosen, y_TC]
+    return found
+
+
+@pytest.mark.parametrize("captured", [False, True])
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_a_step_of_kernels_that_all_start_early(rows: int, captured: bool) -> None:
+    draw = cases.Draw("cuda", 2)
+    weights = {
+        "out": draw.weight(HIDDEN, WIDTH), "in": draw.weight(WIDTH, HIDDEN), "bias": torch.zeros(384, device="cuda"),
+        "router": torch.randn(384, HIDDEN, device="cuda"), "sinks": torch.randn(48, HIDDEN, device="cuda"),
+    }  # fmt: skip
+    case = around_attention_cases.ConvMixCase(((100, 1),) * rows, HIDDEN, 3, 1, True, BF16, "cuda")
+    kernels = [triton_skinny._skinny_kernel, _conv_mix_kernel, _early_kernel, _choose_kernel, _logits_kernel]
+    compile_ahead(
+        [*kernels, _segment_kernel], [lambda early=early: chain(case, weights, early) for early in (False, True)]
+    )
+    run = lambda: chain(case, weights, True)
+    graph = torch.cuda.CUDAGraph()
+    if captured:
+        run()
+        with torch.cuda.graph(graph):
+            found = run()
+
+        def run() -> list[torch.Tensor]:
+            graph.replay()
+            return found
+
+    for _ in range(5):
+        case.x.mul_(-0.75)
+        got = [tensor.nan_to_num(7.0) for tensor in run()]  # the null block
+        wanted = [tensor.nan_to_num(7.0) for tensor in chain(case, weights, False)]
+        assert all(torch.equal(a, b) for a, b in zip(got, wanted, strict=True))
+        assert 0 < float(got[0].float().norm()) < 1e6 and float((got[0] == 7.0).float().mean()) < 1e-3

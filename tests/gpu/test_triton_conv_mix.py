@@ -10,12 +10,13 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
-    from rollout.kernels.triton_conv_mix import TILES, _conv_mix_kernel
+    from rollout.kernels.triton_conv_mix import TILES, _conv_mix_kernel, _early_kernel
     from tests.gpu.compile_ahead import compile_ahead
     from tests.rollout import around_attention_cases as cases
 
 DTYPES = (torch.float32, torch.bfloat16)
 WIDTHS = (128, 2304, 4608)
+FEW = ((0, 3), (7, 1), (1, 1), (2, 4), (31, 2))
 STEP = ((0, 70), (7, 1), (1, 1), (2, 4), (31, 2), (0, 1), (64, 17), (1000, 8))
 
 
@@ -26,14 +27,14 @@ def compiled() -> None:
     for queries, hidden in ((q, h) for q in (3, 1) for h in reversed(WIDTHS)):
         for dtype in DTYPES:
             make = partial(cases.ConvMixCase, ((7, 1),), hidden, 2, queries, dtype=dtype, device="cuda")
-            calls += [partial(make(residual=residual).run, None) for residual in (True, False)]
+            for early in (True, False):
+                calls += [partial(make(residual=residual).run, None, early=early) for residual in (True, False)]
             if hidden != 2304:
-                tiles = (TILES[queries][1], *cases.same_bits(TILES[queries][0], queries))
-                calls += [partial(make(residual=True).run, tile) for tile in tiles]
+                calls += [partial(make(residual=True).run, tile) for tile in cases.same_bits(TILES[queries], queries)]
         if queries == 1 and hidden != 2304:
             mixed = cases.ConvMixCase(((7, 1),), hidden, 2, 1, True, torch.float32, "cuda", torch.bfloat16)
             calls.append(partial(mixed.run, None))
-    compile_ahead([_conv_mix_kernel], calls)
+    compile_ahead([_conv_mix_kernel, _early_kernel], calls)
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 4, 64])
@@ -48,7 +49,10 @@ def test_tap_sources(tokens_per_block: int) -> None:
 @pytest.mark.parametrize("queries", [1, 3])
 def test_conv_mix(dtype: torch.dtype, hidden: int, queries: int) -> None:
     for blocks in (0, 1, 2, 5, 8):
-        cases.check_conv_mix("cuda", dtype, blocks, queries, hidden=hidden, residual=blocks != 2, step=STEP, tile=None)
+        for step in (STEP, FEW):
+            cases.check_conv_mix(
+                "cuda", dtype, blocks, queries, hidden=hidden, residual=blocks != 2, step=step, tile=None
+            )
 
 
 @pytest.mark.parametrize("hidden", [128, 4608])
@@ -61,10 +65,12 @@ def test_conv_mix_of_two_dtypes(hidden: int) -> None:
 def test_a_row_depends_on_itself_alone(dtype: torch.dtype, hidden: int) -> None:
     cases.check_conv_mix_chunks("cuda", dtype, hidden, None)
     for queries in (1, 3):
-        cases.check_conv_mix_batches("cuda", dtype, hidden, queries, TILES[queries][0])
-        case = cases.ConvMixCase(((0, 600),), hidden, 3, queries, True, dtype, "cuda")
-        results = [case.run(tile) for tile in TILES[queries]]
-        assert all(torch.equal(few, many) for few, many in zip(results[0][:2], results[1][:2], strict=True))
+        cases.check_conv_mix_batches("cuda", dtype, hidden, queries, TILES[queries])
+        # More rows than programs, and fewer.
+        whole = cases.ConvMixCase(((0, 600),), hidden, 3, queries, True, dtype, "cuda")
+        many = whole.run(None)
+        part = whole.rows(570, 600).run(None)
+        assert torch.equal(part[0], many[0][570:]) and torch.equal(part[1], many[1][:, 570:])
 
 
 def test_many_rows() -> None:

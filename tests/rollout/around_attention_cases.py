@@ -102,16 +102,20 @@ class ConvMixCase:
     def state(self, pool: torch.Tensor) -> torch.Tensor:
         return pool[..., 8 : 8 + self.hidden]
 
-    def run(self, tile: Tile | None, in_place: bool = False) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def run(
+        self, tile: Tile | None, in_place: bool = False, early: bool = False
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Running block, mixtures and page pool."""
         pool = self.pool.clone()
         residual = None if self.residual is None else self.residual.clone()
         running = residual if in_place and residual is not None else torch.full_like(self.x, math.nan)
         out = self.x.new_full((self.queries.shape[0], *self.x.shape), math.nan)
         sources = tap_sources(self.batch, self.x.shape[0], 4)
+        if early and self.x.is_cuda:
+            self.x.mul_(1)  # the kernel before, that writes x alone and waits for all others
         conv_mix(
             self.x, self.state(pool), sources, self.batch.slots, self.weight, residual, self.blocks, self.queries,
-            self.weights, 1e-6, 1e-6, running, out, tile,
+            self.weights, 1e-6, 1e-6, running, out, tile, early,
         )  # fmt: skip
         return running, out, pool
 
@@ -167,8 +171,9 @@ def check_conv_mix(
         mixed = reference.mix_norm(case.blocks[:, rows], running[rows], case.queries, case.weights, 1e-6, 1e-6)
         assert relative_error(out[:, rows], mixed) < tolerance(out)
     torch.testing.assert_close(pool, expected_pool, rtol=0, atol=0, equal_nan=True)
-    again = case.run(tile, in_place=True)
-    assert all(torch.equal(a, b) for a, b in zip((running, out), again[:2], strict=True))
+    for again in (case.run(tile, in_place=True), case.run(tile, in_place=True, early=True)):
+        assert all(torch.equal(a, b) for a, b in zip((running, out), again[:2], strict=True))
+        torch.testing.assert_close(again[2], expected_pool, rtol=0, atol=0, equal_nan=True)
 
 
 def check_conv_mix_chunks(device: str, dtype: torch.dtype, hidden: int, tile: Tile | None) -> None:
@@ -184,7 +189,7 @@ def check_conv_mix_chunks(device: str, dtype: torch.dtype, hidden: int, tile: Ti
 def same_bits(tile: Tile, queries: int) -> list[Tile]:
     """Shapes of a program that give the bits of `tile`."""
     sizes = (1, 4) if queries == 1 else (2,)
-    return [tile._replace(batch=size, reload=True, registers=None) for size in sizes]
+    return [tile._replace(batch=size, reload=True) for size in sizes]
 
 
 def check_conv_mix_batches(device: str, dtype: torch.dtype, hidden: int, queries: int, tile: Tile) -> None:
@@ -264,6 +269,8 @@ def check_route(device: str, dtype: torch.dtype, rows: int, experts: int, top_k:
     worst_row = float(((logits - exact).norm(dim=1) / exact.norm(dim=1)).max())
     assert worst_row < 5e-7, worst_row
     weights, chosen = triton_router.route(x, router, bias, top_k, 8.0)
+    again = triton_router.route(x.mul_(1), router, bias, top_k, 8.0, constant=True)
+    assert torch.equal(weights, again[0]) and torch.equal(chosen, again[1])
     expected_weights, expected = composed.route(logits, bias, top_k, 8.0)
     same = (chosen == expected).all(1)
     assert chosen.dtype == torch.int32 and relative_error(weights[same], expected_weights[same]) < 1e-6

@@ -147,8 +147,8 @@ def test_a_kernel_that_computes_something_else_is_found(
 def test_a_new_block_is_tried_as_well(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
     """Without a running block to add to, `conv_mix` is other code."""
 
-    def kernel(*arguments: Any) -> None:
-        (spoiled("conv_mix") if arguments[5] is None else fallback.conv_mix)(*arguments)
+    def kernel(*arguments: Any, **options: Any) -> None:
+        (spoiled("conv_mix") if arguments[5] is None else fallback.conv_mix)(*arguments, **options)
 
     with_kernel(monkeypatch, "conv_mix", kernel)
     with caplog.at_level(logging.WARNING):

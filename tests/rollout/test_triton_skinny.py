@@ -122,7 +122,7 @@ def compiled(kind: str, tokens: int) -> tuple[list[str], str, int]:
         "HIDDEN": hidden, "TOKENS": tokens, "ROWS": tile.rows, "COLUMNS": tile.columns, "SMALL_ROWS": SMALL[0],
         "SMALL_COLUMNS": SMALL[1], "HAS_SMALL": kind in ("sliding", "full"), "FULL": kind == "full",
         "CAPPED": kind == "logits", "EARLY": True, "PIECES": max(1, 32 * tile.warps // tile.rows),
-        "PREFETCH": triton_skinny.PREFETCH,
+        "PREFETCH": tile.fetched,
     }  # fmt: skip
     types = TYPES | ({"out": "*fp32"} if kind == "logits" else {})
     signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
