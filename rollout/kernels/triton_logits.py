@@ -1,6 +1,7 @@
 """What decode attention makes logits of: queries and biases as operands of the matrix unit, and the product itself.
 
-Queries and `r` come prepared, in the units of `rollout.kernels.units`, or become so here, in float32. How the bias becomes a product: see `rollout.kernels.triton_decode`.
+Queries and `r` come prepared, in the units of `rollout.kernels.units`, or become so here, in float32. How the bias
+becomes a product: see `rollout.kernels.triton_decode`.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ def log_scale(position, alpha, floor, LOG_SCALING: tl.constexpr):
 
 @triton.jit
 def _clipped(x, scale, heads, channel, clip, factor):
-    """Rows of `x` [ROWS, C] times the heads' scale, no longer than `clip`, times `factor`; without `scale` as they are."""
+    """Rows of `x` [ROWS, C] times the heads' scale, at most `clip` long, times `factor`; without `scale` as they are."""
     if scale is not None:
         x *= tl.load(scale + heads[:, None] * channel.shape[0] + channel[None, :]).to(tl.float32)
         x *= (tl.minimum(clip / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6), 1.0) * factor)[:, None]

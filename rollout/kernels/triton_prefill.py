@@ -61,7 +61,7 @@ def attention(
 ) -> torch.Tensor:
     """`reference.attention` for any step, `out_dtype` [T, N D].
 
-    `q`, `r`, `sink` and `gate` may be float32, bfloat16 or float16 with any row stride. Without `q_scale` and `r_scale`,
+    `q`, `r`, `sink`, `gate` may be float32, bfloat16 or float16 with any row stride. Without `q_scale` and `r_scale`,
     `q` and `r` are taken as `prepare` leaves them (`rollout.kernels.units`). Nothing is read back to the host, and the
     grid depends on the number of rows and requests only: safe to capture. Rows beyond `batch.query_start[-1]` come out
     as zeros.

@@ -2,13 +2,15 @@
 
     python -m tests.benchmarks.prefill_gpu [--sweep] [--no-alternative] [--once NAME] [--variants [ROWS]]
 
-Every row is checked against float64 first. TFLOP/s count two products of 128 channels for every key that a query sees,
-and nothing else: neither masked halves of tiles nor the bias. A time is the median of many runs by device events, the
-L2 cache overwritten between them; the first two rows are measured twice. FlexAttention gets keys and values without
-pages and the table of biases ready made, and neither sink nor gate is in its time. "matrix" is the rate of a large
-bfloat16 matrix product, measured here. Launch shapes are `Tiles` as they are written. `--once` is for a profiler.
-`--variants` compares those of the specialized kernel only, each by replays of a captured graph, so that launches are
-not in the time, and by values with the plain one; the rows named, separated by semicolons, or most of them.
+Rows are as an engine has them, prepared, but for one. The first two are checked against float64. TFLOP/s count two
+products of 128 channels for every key that a query sees, and nothing else: neither masked halves of tiles nor the bias.
+A time is the median of many runs by device events, the L2 cache overwritten between them; the first two rows are
+measured twice. Everything is compiled ahead, on all cores. FlexAttention gets keys and values without pages and the
+table of biases ready made, and neither sink nor gate is in its time. "matrix" is the rate of a large bfloat16 matrix
+product, measured here. Launch shapes are `Tiles` as they are written. `--once` is for a profiler.
+`--variants` compares those of the specialized kernels only, each by replays of a captured graph, so that launches are
+not in the time: milliseconds twice, TFLOP/s of the better, difference from the plain one; the rows named, separated by
+semicolons, or most of them.
 """
 
 from __future__ import annotations
@@ -24,21 +26,22 @@ import torch
 import triton
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from rollout.kernels import triton_prefill
+from rollout.kernels import gluon_persistent, gluon_prefill, triton_bias, triton_prefill
 from rollout.kernels.prefill_tiles import Tiles
+from tests.gpu.compile_ahead import compile_ahead
 from tests.rollout.decode_cases import Case, Inputs, exact, make, relative_error
 
 BF16 = torch.bfloat16
 FULL = Case(
     step=((0, 8192),), heads=(48, 8), head_dim=128, extent=1024, page=128, q_clip=22.627417, dtype=BF16,
-    proj_dtype=BF16, log_scaling=(0.1, 128000), device="cuda",
+    proj_dtype=BF16, log_scaling=(0.1, 128000), prepared=True, device="cuda",
 )  # fmt: skip
 SLIDING = replace(FULL, window=1024, log_scaling=None, page=16, layers_per_page=5)
 ROWS: dict[str, tuple[Case, float | None]] = {
     # name: case, TFLOP/s that we ask for
     "8K, window 1024": (SLIDING, 350),
     "8K, full": (FULL, 400),
-    "8K, window 1024, prepared": (replace(SLIDING, prepared=True), None),
+    "8K, window 1024, raw": (replace(SLIDING, prepared=False), None),
     "8K, window 1024, pages of 64": (replace(SLIDING, page=64), None),
     "8K, full, pages of 32": (replace(FULL, page=32), None),
     "2K after 30K, window 1024": (replace(SLIDING, step=((30720, 2048),)), None),
@@ -54,13 +57,18 @@ SWEEP = (
 VARIANTS = {
     "plain": SPECIALIZED,
     "4 stages": SPECIALIZED._replace(stages=4),
-    "held": SPECIALIZED._replace(held=True),
+    "in turn": SPECIALIZED._replace(turns=True),
+    "4 stages, in turn": SPECIALIZED._replace(stages=4, turns=True),
+    "held, in turn": SPECIALIZED._replace(held=True, turns=True),
     "many": SPECIALIZED._replace(persistent=True),
+    "many, in turn": SPECIALIZED._replace(persistent=True, turns=True),
     "many, held": SPECIALIZED._replace(persistent=True, held=True),
+    "many, held, in turn": SPECIALIZED._replace(persistent=True, held=True, turns=True),
 }
-VARIED = (
-    "8K, window 1024", "8K, full", "2K after 30K, window 1024", "16 prompts of 500, full", "2K after 30K, full",
-    "8K, window 1024, prepared",
+VARIED = ("8K, window 1024", "8K, full", "2K after 30K, window 1024", "2K after 30K, full", "16 prompts of 500, full")
+KERNELS = (
+    triton_bias._table_kernel, triton_prefill._prefill_kernel, gluon_prefill.prefill_kernel,
+    gluon_persistent.persistent_kernel,
 )  # fmt: skip
 ALTERNATIVE_SECONDS = 60.0
 
@@ -94,8 +102,9 @@ def flex(inputs: Inputs) -> Callable[[], object]:
     num_heads, rows = case.heads[0], case.step[0][1]
     stored = inputs.keys[0].transpose(0, 1)[None]
     k, v = (x.contiguous() for x in stored.split(case.head_dim, dim=-1))
+    q_dtype = inputs.q.dtype
     heads_first = lambda x, size: x.view(1, rows, num_heads, size).transpose(1, 2).contiguous()
-    q, r = heads_first(inputs.q, case.head_dim), heads_first(inputs.r, 16)
+    q, r = heads_first(inputs.q, case.head_dim), heads_first(inputs.r.to(q_dtype), 16)
     table = (r @ inputs.proj).contiguous()
     window = case.window or rows
 
@@ -151,27 +160,30 @@ def replayed(run: Callable[[], object]) -> float:
     return milliseconds(graph.replay)
 
 
+def compiled(names: tuple[str, ...], shapes: tuple[Tiles | None, ...]) -> None:
+    """Compile what the rows take: one position of each row's layer will do."""
+    cases = dict.fromkeys(replace(ROWS[name][0], step=((0, 1),)) for name in names)
+    compile_ahead(KERNELS, [partial(call, inputs, tiles) for inputs in map(make, cases) for tiles in shapes])
+
+
 def variants(names: tuple[str, ...], *, timed: bool) -> None:
-    """Milliseconds, TFLOP/s and difference from the plain kernel of every variant; each measured twice."""
     began = time.monotonic()
-    print(f"{'work':28}" + "".join(f"{name:>28}" for name in VARIANTS), flush=True)
+    compiled(names, tuple(VARIANTS.values()))
+    print(f"compiled after {time.monotonic() - began:.0f} s", flush=True)
     for name in names:
         inputs = make(ROWS[name][0])
         expected = call(inputs, SPECIALIZED).double()
-        print(f"{name:28}", end="", flush=True)
         runs = {variant: partial(call, inputs, tiles) for variant, tiles in VARIANTS.items()}
         errors = {variant: relative_error(run(), expected) for variant, run in runs.items()}
-        if not timed:
-            print(errors, flush=True)
-            continue
-        times = [{variant: replayed(run) for variant, run in runs.items()} for _ in range(2)]
+        times = [{variant: replayed(run) for variant, run in runs.items()} for _ in range(2 * timed)]
         for variant, error in errors.items():
-            first, second = (taken[variant] for taken in times)
-            rate = operations(inputs.case) / min(first, second) / 1e9
-            print(f"{first:9.3f}{second:6.3f}{rate:5.0f}{error:8.0e}", end="", flush=True)
-        print(f"  {time.monotonic() - began:.0f} s", flush=True)
+            taken = [column[variant] for column in times]
+            rate = f"{operations(inputs.case) / min(taken) / 1e9:6.0f}" if taken else ""
+            shown = "".join(f"{one:8.3f}" for one in taken)
+            print(f"{name:28}{variant:22}{shown}{rate}{error:10.1e}", flush=True)
         del inputs, runs, expected
         torch.cuda.empty_cache()
+    print(f"{time.monotonic() - began:.0f} s")
 
 
 def main() -> None:
@@ -189,6 +201,9 @@ def main() -> None:
         call(inputs), call(inputs)
         return torch.cuda.synchronize()
     began = time.monotonic()
+    compiled(tuple(ROWS), (None,))
+    if arguments.sweep:
+        compiled(COMPARED, SWEEP)
     rate = matrix_rate()
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, triton {triton.__version__}")
     print(f"matrix: {rate:.0f} TFLOP/s", flush=True)

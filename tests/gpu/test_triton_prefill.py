@@ -1,8 +1,15 @@
-"""Prefill attention on a CUDA device against the equations in float64."""
+"""Prefill attention on a CUDA device against the equations in float64.
+
+Each test compiles what it is about on all cores before anything runs (`compile_ahead`): most of its time. Rows as an
+engine has them, prepared, go through `gluon_persistent` with a window and `gluon_prefill` without; raw ones through
+`gluon_prefill`, and other sizes and dtypes through Triton.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
@@ -14,8 +21,9 @@ from tests.rollout.test_triton_prefill import CASES
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
-    from rollout.kernels import triton_prefill
+    from rollout.kernels import gluon_persistent, gluon_prefill, triton_bias, triton_prefill
     from rollout.kernels.prefill_tiles import Tiles
+    from tests.gpu.compile_ahead import compile_ahead
 
 BF16, F32 = torch.bfloat16, torch.float32
 # Queries, weights and values are rounded to bfloat16 (2^-9); float32 is exact products in float32.
@@ -31,9 +39,20 @@ SIZES = {
     "small pages": replace(FULL, step=((1500, 300),), page=8),
     "sliding": replace(SLIDING, step=((0, 1300),)),
     "sliding, later chunks": replace(SLIDING, step=((3000, 200), (1000, 100), (0, 70), (1023, 1))),
+    "sliding, many prompts": replace(SLIDING, step=tuple((0, 17 * n + 1) for n in range(20)), padding=30),
     "sliding, pages of 64": replace(SLIDING, step=((3000, 200),), page=64),
-    "prepared": replace(FULL, step=((1200, 300),), prepared=True),
 }
+RAW = ("first chunk", "around the extent", "sliding, later chunks")
+PLAIN = (64, 2, 64, 12, 3, True, True)
+VARIANTS = {
+    # ..., lazy, persistent, held, turns
+    "in turn": (*PLAIN, True, False, False, True),
+    "held": (*PLAIN, True, False, True, True),
+    "many": (*PLAIN, True, True, False, False),
+    "many, in turn": (*PLAIN, True, True, False, True),
+    "many, held": (*PLAIN, True, True, True, True),
+}
+Call = tuple[Inputs, dict[str, object]]
 
 
 def run(inputs: Inputs, **options: object) -> torch.Tensor:
@@ -42,126 +61,118 @@ def run(inputs: Inputs, **options: object) -> torch.Tensor:
     return triton_prefill.attention(*inputs.arguments(), **options)
 
 
-@pytest.mark.parametrize("dtype", [F32, BF16])
-@pytest.mark.parametrize("name", CASES)
-def test_tiny(name: str, dtype: torch.dtype) -> None:
-    inputs = make(replace(CASES[name], dtype=dtype, device="cuda"))
-    expected = exact(inputs)
-    assert relative_error(run(inputs), expected) < TOLERANCE[dtype]
-    if not inputs.case.padding and not inputs.case.prepared:
-        assert relative_error(reference.attention(*inputs.arguments()), expected) < TOLERANCE[dtype]
+def compiled(calls: Iterable[Call]) -> list[Call]:
+    """The calls, their kernels compiled."""
+    calls = list(calls)
+    kernels = [
+        triton_bias._table_kernel, triton_prefill._prefill_kernel, gluon_prefill.prefill_kernel,
+        gluon_persistent.persistent_kernel,
+    ]  # fmt: skip
+    compile_ahead(
+        kernels, [partial(triton_prefill.attention, *inputs.arguments(), **options) for inputs, options in calls]
+    )
+    return calls
 
 
-@pytest.mark.parametrize("name", SIZES)
-def test_release_sizes(name: str) -> None:
-    inputs = make(replace(SIZES[name], device="cuda"))
-    got, expected = run(inputs), exact(inputs)
-    assert relative_error(got, expected) < TOLERANCE[BF16]
-    # No single row may hide behind the others.
+def worst_row(got: torch.Tensor, expected: torch.Tensor) -> float:
+    """No single row may hide behind the others."""
     rows = (got.double() - expected).norm(dim=1) / expected.norm(dim=1).clamp(min=1e-9)
-    assert float(rows.max()) < 3 * TOLERANCE[BF16], int(rows.argmax())
-    assert torch.equal(got, run(inputs))
-    assert torch.equal(got.to(BF16), run(inputs, out_dtype=BF16))
+    return float(rows.max())
 
 
-@pytest.mark.parametrize("head_dim", [16, 32, 64, 128, 256])
-@pytest.mark.parametrize("heads", [(12, 2), (3, 1), (4, 4)])
-def test_head_layouts(head_dim: int, heads: tuple[int, int]) -> None:
-    inputs = make(replace(FULL, step=((130, 200), (0, 65)), heads=heads, head_dim=head_dim, extent=100, device="cuda"))
-    assert relative_error(run(inputs), exact(inputs)) < TOLERANCE[BF16]
+def test_release_sizes() -> None:
+    """As an engine calls it, and a few with raw rows."""
+    cases = [replace(case, prepared=True) for case in SIZES.values()] + [SIZES[name] for name in RAW]
+    inputs = [make(replace(case, device="cuda")) for case in cases]
+    for one, options in compiled((one, {"out_dtype": BF16}) for one in inputs):
+        got, expected = run(one, **options), exact(one)
+        assert relative_error(got, expected) < TOLERANCE[BF16], one.case
+        assert worst_row(got, expected) < 3 * TOLERANCE[BF16], one.case
+        assert torch.equal(got, run(one, **options)), one.case
 
 
-def test_float32_at_release_sizes() -> None:
-    inputs = make(replace(FULL, step=((1100, 100),), dtype=F32, device="cuda"))
-    assert relative_error(run(inputs), exact(inputs)) < TOLERANCE[F32]
+@pytest.mark.parametrize("name", ["first chunk", "sliding, later chunks", "sliding, many prompts", "sliding"])
+def test_variants_give_what_the_plain_kernel_gives(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also with few programs, so that each has many tiles, and whoever is faster: what one warpgroup loads and others
+    compute with, in turn or not, must not depend on it."""
+    inputs = make(replace(SIZES[name], prepared=True, device="cuda"))
+    shapes = {"plain": PLAIN, **VARIANTS}
+    dtypes = (F32, BF16) if name == "sliding, later chunks" else (BF16,)
+    calls = [{"tiles": Tiles(*shape), "out_dtype": dtype} for dtype in dtypes for shape in shapes.values()]
+    for _, options in compiled((inputs, options) for options in calls):
+        expected = run(inputs, tiles=Tiles(*PLAIN), out_dtype=options["out_dtype"])
+        got = run(inputs, **options)
+        assert relative_error(got, expected.double()) < 1e-3, options
+        assert all(torch.equal(run(inputs, **options), got) for _ in range(10)), options
+        for programs in (1, 3, 132):
+            with monkeypatch.context() as patch:
+                patch.setattr(triton_prefill, "_multiprocessors", lambda device, programs=programs: programs)
+                assert torch.equal(run(inputs, **options), got), (options, programs)
 
 
-def test_the_ring_in_shared_memory_gives_what_the_ring_in_global_memory_gives() -> None:
-    """Same products, same order: only how biases travel differs."""
-    tiles = Tiles(64, 2, 64, 8, 3)
-    for case in (FULL, SLIDING):
-        inputs = make(replace(case, step=((1500, 300), (0, 500)), device="cuda"))
-        plain = run(inputs, tiles=tiles._replace(shared=False))
-        assert relative_error(run(inputs, tiles=tiles), plain.double()) < 1e-6
+def test_tiny() -> None:
+    cases = [replace(case, dtype=dtype) for dtype in (F32, BF16) for case in CASES.values()]
+    inputs = [make(replace(case, device="cuda")) for case in cases]
+    for one, _ in compiled((one, {}) for one in inputs):
+        expected, tolerance = exact(one), TOLERANCE[one.case.dtype]
+        assert relative_error(run(one), expected) < tolerance, one.case
+        if not one.case.padding and not one.case.prepared:
+            assert relative_error(reference.attention(*one.arguments()), expected) < tolerance, one.case
 
 
-@pytest.mark.parametrize(
-    "shape",
-    [
-        (64, 2, 64, 12, 2, True, True), (64, 2, 64, 12, 3, True, True), (64, 2, 64, 12, 4, True, True),
-        (64, 2, 64, 12, 3, True, True, False), (64, 2, 64, 8, 2), (64, 2, 64, 8, 3), (64, 2, 64, 8, 4),
-        (32, 2, 64, 4, 2), (64, 1, 64, 4, 2), (64, 2, 32, 8, 4), (32, 2, 32, 4, 3),
-    ],
-)  # fmt: skip
-def test_every_shape_of_a_launch(shape: tuple[int, ...]) -> None:
-    for case in (FULL, SLIDING):
-        inputs = make(replace(case, step=((1200, 150), (0, 300)), device="cuda"))
-        assert relative_error(run(inputs, tiles=Tiles(*shape)), exact(inputs)) < TOLERANCE[BF16]
+def test_head_layouts() -> None:
+    """Of every size with pairs of heads that share keys; with heads that do not, of two."""
+    sizes = [((12, 2), dim) for dim in (16, 32, 64, 128, 256)] + [((3, 1), 64), ((4, 4), 128)]
+    case = replace(FULL, step=((130, 200), (0, 65)), extent=100, device="cuda")
+    inputs = [make(replace(case, heads=heads, head_dim=dim)) for heads, dim in sizes]
+    for one, _ in compiled((one, {}) for one in inputs):
+        assert relative_error(run(one), exact(one)) < TOLERANCE[BF16], one.case
 
 
-@pytest.mark.parametrize("name", ["first chunk", "sliding, later chunks"])
-def test_many_runs_agree(name: str) -> None:
-    """What one warpgroup loads and others compute with must not depend on who is faster."""
-    inputs = make(replace(SIZES[name], device="cuda"))
-    expected = run(inputs)
-    others = [triton_prefill.attention(*inputs.arguments()) for _ in range(50)]
-    assert all(torch.equal(other, expected) for other in others)
+def test_shapes_of_a_launch() -> None:
+    """Raw rows, with more and fewer stages, and in Triton, with the ring of biases in shared memory and in global."""
+    triton_tiles = Tiles(64, 2, 64, 8, 3)
+    shapes = [
+        Tiles(*PLAIN[:4], 2, True, True), Tiles(*PLAIN[:4], 4, True, True), Tiles(*PLAIN, False), triton_tiles,
+        triton_tiles._replace(shared=False), Tiles(32, 2, 64, 4, 2), Tiles(64, 1, 64, 4, 2), Tiles(64, 2, 32, 8, 4),
+    ]  # fmt: skip
+    inputs = [make(replace(case, step=((1200, 150), (0, 300)), device="cuda")) for case in (FULL, SLIDING)]
+    calls = compiled((one, {"tiles": tiles}) for one in inputs for tiles in shapes)
+    got = {(one.case, options["tiles"]): run(one, **options) for one, options in calls}
+    for one in inputs:
+        expected = exact(one)
+        assert all(relative_error(got[one.case, tiles], expected) < TOLERANCE[BF16] for tiles in shapes)
+        plain = got[one.case, triton_tiles._replace(shared=False)]
+        assert relative_error(got[one.case, triton_tiles], plain.double()) < 1e-6
 
 
-SPECIALIZED = (64, 2, 64, 12, 3, True, True)
-VARIANTS = {
-    "held": (*SPECIALIZED, True, False, True),
-    "many": (*SPECIALIZED, True, True, False),
-    "both": (*SPECIALIZED, True, True, True),
-}
+def test_float32_and_a_captured_graph() -> None:
+    exactly = make(replace(FULL, step=((1100, 100),), dtype=F32, device="cuda"))
+    shared = [make(replace(case, step=((700, 300),), prepared=True, device="cuda")) for case in (FULL, SLIDING)]
+    compiled((one, {}) for one in (exactly, *shared))
+    assert relative_error(run(exactly), exact(exactly)) < TOLERANCE[F32]
+    for one in shared:
+        graph = torch.cuda.CUDAGraph()
+        run(one)
+        with torch.cuda.graph(graph):
+            out = triton_prefill.attention(*one.arguments())
+        one.batch.seq_lens.fill_(950)  # the same pages, the chunk 50 positions earlier
+        graph.replay()
+        assert torch.equal(out, run(one))
 
 
-@pytest.mark.parametrize("variant", VARIANTS)
-@pytest.mark.parametrize("name", SIZES)
-def test_variants_give_what_the_plain_kernel_gives(name: str, variant: str) -> None:
-    """Small sizes, so that programs have a tile or two; one program for many of them: the test after this."""
-    inputs, tiles = make(replace(SIZES[name], device="cuda")), Tiles(*VARIANTS[variant])
-    for out_dtype in (F32, BF16) if name == "first chunk" else (BF16,):
-        expected = run(inputs, tiles=Tiles(*SPECIALIZED), out_dtype=out_dtype)
-        got = run(inputs, tiles=tiles, out_dtype=out_dtype)
-        assert relative_error(got, expected.double()) < 1e-3
-        assert all(torch.equal(run(inputs, tiles=tiles, out_dtype=out_dtype), got) for _ in range(5))
-
-
-@pytest.mark.parametrize("programs", [1, 3, 132])
-@pytest.mark.parametrize("variant", ["many", "both"])
-def test_how_many_programs_share_the_tiles_changes_no_bit(
-    variant: str, programs: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    inputs, tiles = make(replace(SLIDING, step=((900, 300), (0, 500)), device="cuda")), Tiles(*VARIANTS[variant])
-    expected = run(inputs, tiles=tiles)
-    monkeypatch.setattr(triton_prefill, "_multiprocessors", lambda device: programs)
-    assert torch.equal(run(inputs, tiles=tiles), expected)
-
-
-@pytest.mark.parametrize("sink", [-80.0, 80.0])
-def test_extreme_sinks_and_logits(sink: float) -> None:
+def test_extremes() -> None:
+    """Sinks that take everything or nothing, logits of 180; and with queries of nothing the bias has no error."""
     inputs = make(replace(FULL, step=((1500, 100),), scale=40.0, q_clip=45.0, device="cuda"))
-    inputs.sink.fill_(sink)
-    got = run(inputs)
-    assert bool(got.isfinite().all())
-    # Logits reach 180 here, so that rounding a query moves them most.
-    assert relative_error(got, exact(inputs)) < 0.05
-
-
-def test_biases_are_not_rounded_to_bfloat16() -> None:
-    inputs = make(replace(FULL, step=((1100, 200),), device="cuda"))
-    inputs.q.zero_()
-    inputs.r.mul_(4)
-    assert relative_error(run(inputs), exact(inputs)) < 4e-3
-
-
-def test_a_captured_graph_follows_the_lengths() -> None:
-    shared = make(replace(FULL, step=((700, 300),), device="cuda"))
-    graph = torch.cuda.CUDAGraph()
-    run(shared)
-    with torch.cuda.graph(graph):
-        out = triton_prefill.attention(*shared.arguments())
-    shared.batch.seq_lens.fill_(950)  # the same pages, the chunk 50 positions earlier
-    graph.replay()
-    assert torch.equal(out, run(shared))
+    sliding = make(replace(SLIDING, step=((1500, 100),), scale=40.0, q_clip=45.0, prepared=True, device="cuda"))
+    for one, _ in compiled((one, {}) for one in (inputs, sliding)):
+        for sink in (-80.0, 80.0):
+            one.sink.fill_(sink)
+            got = run(one)
+            assert bool(got.isfinite().all())
+            # Rounding a query moves such logits most, where it is not a prepared one.
+            assert relative_error(got, exact(one)) < 0.05
+    biased = make(replace(FULL, step=((1100, 200),), device="cuda"))
+    biased.q.zero_()
+    biased.r.mul_(4)
+    assert relative_error(run(biased), exact(biased)) < 4e-3
