@@ -269,6 +269,7 @@ def test_a_device_that_a_kernel_ruined_stops_the_start_strict_or_not(monkeypatch
 def test_the_kernels_can_be_switched_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv(KERNELS_ENV, "torch")
     assert cuda.load(CPU, SIZES, strict=True) is FALLBACKS
+    assert FALLBACKS.few_rows == FALLBACKS.vector_rows == 0 and FALLBACKS.min_pairs is None
 
 
 def test_errors_are_those_of_the_worst_row() -> None:
