@@ -220,9 +220,7 @@ def test_the_mixture_is_bound_by_memory() -> None:
     per_row = tile.warps * (len(of_row) + (8 // tile.batch - 1) * len(of_batch))
     issued = per_row / (132 * 4 * 1.7e9)
     moved = 12 * 2 * 4608 / 4.25e12
-    print(
-        f"{registers} registers, row {len(of_row)}, batch {len(of_batch)}: issue {issued / moved:.2f} of the bytes' time"
-    )
+    print(f"{registers} registers, row {len(of_row)}, batch {len(of_batch)}: issue {issued / moved:.2f} of its bytes")
     assert issued < 0.65 * moved and registers <= tile.registers
 
 
