@@ -36,15 +36,15 @@ def use_dflash(self: Any) -> bool:
 
 
 def install() -> None:
-    """Patch the runner of this process; idempotent."""
-    if is_installed():
-        return
+    """Patch the runner of this process, once."""
     from vllm.v1.worker import gpu_model_runner
 
     from rollout.plugin import rejection
     from rollout.plugin.proposer import AnyProposer, DSparkProposer
 
     fits = gpu_model_runner.GPUModelRunner._input_fits_in_drafter
+    if getattr(fits, "is_inkling2", False):
+        return
 
     def _input_fits_in_drafter(self: Any, common_attn_metadata: Any) -> bool:
         # vLLM skips a draft that could pass the longest sequence, and with it the writing of the draft's pages, which
