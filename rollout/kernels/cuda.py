@@ -117,10 +117,10 @@ _TRITON = {
 SKINNY_ROWS = 16
 """Up to 32 (`triton_skinny.MOST_ROWS`); 0 leaves those kernels alone, and they are not tried either."""
 
-VECTOR_ROWS = 0
+VECTOR_ROWS = 8
 """`Kernels.vector_rows` of a GPU from Hopper on, up to 16; 0: never. They read an expert anew for every token of it."""
 
-MIN_PAIRS: int | None = None
+MIN_PAIRS: int | None = 48
 """`Kernels.min_pairs` of a Hopper GPU; None: never. With fewer than 48, the smallest block is mostly padding."""
 
 HALF_MAX = 65504
