@@ -120,7 +120,7 @@ def conv_mix(
     taps_LH = weight[:, 0].t()
     early = early and num_rows <= EARLY_ROWS and not triton.knobs.runtime.interpret
     kernel, options = (
-        (_early_kernel, {"launch_pdl": True}) if early else (_conv_mix_kernel, {"maxnreg": tile.registers})
+        (_early_kernel, {"launch_pdl": True, "WAIT": True}) if early else (_conv_mix_kernel, {"maxnreg": tile.registers})
     )
     programs = num_rows if early else min(num_rows, tile.per_multiprocessor * _multiprocessors(x_TH.device))
     with torch.cuda.device_of(x_TH):
