@@ -90,8 +90,8 @@ def attention(
     `q`, `r`, `sink`, `gate` may be float32, bfloat16 or float16 with any row stride. Without `q_scale` and `r_scale`,
     `q` and `r` are taken as `prepare` leaves them (`rollout.kernels.units`). Nothing is read back to the host, and the
     grid depends on the number of requests and rows only: safe to capture. Rows beyond `batch.query_start[-1]` come out
-    as zeros. `programs` overrides the number of programs, `tiles` their shape; with `early_merge` the second kernel is
-    launched while the first one runs (programmatic dependent launch).
+    as zeros. `programs` overrides the number of programs, `tiles` their shape; with `early_merge` each of the two
+    kernels is launched before what it waits for has ended (programmatic dependent launch, see `triton_skinny`).
 
     Raises:
         ValueError: a shape that the kernel does not cover.
@@ -119,13 +119,14 @@ def attention(
         "WINDOW": window or 0, "TILE": tiles.tile, "PAGE": kv_BKNC.shape[2],
         "BATCH": max(16, triton.next_power_of_2(requests)),
     }  # fmt: skip
+    options = {"launch_pdl": True} if early_merge else {}
     _decode_kernel[(programs,)](
         q_TC, r_TC, q_scale_ND, r_scale_NM, proj_MR, kv_BKNC, batch.block_table, batch.query_start, batch.seq_lens,
         pieces, sums, requests, q_TC.stride(0), r_TC.stride(0), *kv_BKNC.stride()[:3], batch.block_table.stride(0),
         q_clip, r_clip, alpha, float(floor),
         REL=proj_MR.shape[0], EXTENT=proj_MR.shape[1], ROWS=rows,
         LOG_SCALING=log_scaling is not None and q_scale_ND is not None, MODE=_mode(kv_BKNC.dtype), EARLY=early_merge,
-        **shape, num_warps=tiles.warps, num_stages=tiles.stages,
+        **shape, num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
     # Few rows: a program for every head. Many: one for the heads that share a key/value head, few pieces at a time.
     heads = 1 if q_TC.shape[0] * num_heads <= MERGE_PROGRAMS else triton.next_power_of_2(group)
@@ -133,7 +134,7 @@ def attention(
         pieces, sums, sink_TN, gate_TC, out_TC, batch.query_start, batch.seq_lens,
         requests, programs, sink_TN.stride(0), gate_TC.stride(0), **shape,
         CHUNK=max(4, min(chunk, 64 // heads)), HEADS=heads, EARLY=early_merge, num_warps=4,
-        **({"launch_pdl": True} if early_merge else {}),
+        **options,
     )  # fmt: skip
     return out_TC
 
@@ -200,6 +201,7 @@ def _decode_kernel(
 ):  # fmt: skip
     """One program's stretch of the line of work: a piece for each pair that it crosses."""
     if EARLY:  # the merge may come as soon as there is room for it, which is when programs of this kernel end
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     ends = line_of_work(query_start, seq_lens, requests, KV_HEADS, WINDOW, TILE, BATCH, PAGE)
     work = tl.max(ends, 0)

@@ -71,7 +71,8 @@ def experts(
         caps: of the activation, at most 65504 in product.
         out_TH: bfloat16 or float32.
         up, down: how to launch the two kernels.
-        early: launch the second while the first runs, so that its first weights are there when it ends.
+        early: launch the first before the kernel before has ended, and the second while the first runs, so that its
+            first weights are there when it ends. What each waits for: `triton_skinny`.
     """
     (num_rows, hidden), top_k = x_TH.shape, experts_TK.shape[1]
     bits, padded = (4 if "w13_weight_scale_2" in parameters else 8), parameters["w2_weight"].shape[1] * 16
@@ -90,17 +91,17 @@ def experts(
         parameters[name], parameters[f"{name}_scale"].view(torch.int64),
         parameters.get(f"{name}_scale_2", weights_TK),
     )  # fmt: skip
+    options = {"launch_pdl": True} if early else {}
     with torch.cuda.device_of(x_TH):
         _expert_up_kernel[(num_rows * top_k * padded // 64,)](
             x_TH.view(torch.int32), *of("w13_weight"), experts_TK, hidden_NP, arrived, hidden, padded, top_k, parts,
             triton.next_power_of_2(parts), *caps, bits, up.tiles, up.warps, early, num_warps=up.warps,
-            maxnreg=up.registers,
+            maxnreg=up.registers, **options,
         )  # fmt: skip
         _expert_down_kernel[(num_rows * top_k * parts,)](
             hidden_NP.view(torch.int32), *of("w2_weight"), experts_TK, weights_TK, partial_NH, arrived, out_TH, hidden,
             padded, top_k, bits, down.blocks, down.tiles, down.warps, early, num_warps=down.warps,
-            maxnreg=down.registers,
-            **({"launch_pdl": True} if early else {}),
+            maxnreg=down.registers, **options,
         )  # fmt: skip
     return out_TH
 
@@ -113,6 +114,7 @@ def _expert_up_kernel(
 ):  # fmt: skip
     """The activation of 64 columns of a pair; the first program of a token also sets its counters to zero."""
     if EARLY:
+        tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     UNITS: tl.constexpr = PADDED // 64
     pair, block = (tl.program_id(0) // UNITS).to(tl.int64), tl.program_id(0) % UNITS

@@ -103,6 +103,7 @@ def accumulate(
     scales_now = _scales(scales_at, warp, lane, N, K, BLOCKS, BITS, TILES)
     if WAIT:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     low, high = _inputs(x, warp, lane, e, K, TILES)
     sums = ()
     for _ in tl.static_range(BLOCKS * 2):

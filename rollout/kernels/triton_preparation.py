@@ -80,6 +80,7 @@ def prepare(
     assert k_taps.stride() == v_taps.stride() and k_taps.shape == (4, channels)
     heads = max(1, min(triton.next_power_of_2(num_heads), elements // head_dim))
     alpha, floor = log_scaling or (0.0, 1)
+    early = not triton.knobs.runtime.interpret
     with torch.cuda.device_of(q_TC):
         _prepare_kernel[(num_rows, 3 + triton.cdiv(num_heads, heads))](
             q_TC, k_TC, v_TC, r_TC, q_scale_ND, r_scale_NM, k_taps, v_taps, k_dynamic_TKL, v_dynamic_TKL, state_BNC,
@@ -89,7 +90,7 @@ def prepare(
             q_clip, r_clip, 1.0 / head_dim, norm_eps, alpha, 1.0 / floor,
             1.0 / math.sqrt(9.0 if dynamic else 5.0), state_BNC.shape[1], kv_BKNC.shape[2], num_heads, num_kv_heads,
             head_dim, d_rel, heads, triton.next_power_of_2(num_kv_heads), triton.next_power_of_2(num_heads),
-            log_scaling is not None, num_warps=warps,
+            log_scaling is not None, early, num_warps=warps, **({"launch_pdl": True} if early else {}),
         )  # fmt: skip
 
 
@@ -101,7 +102,12 @@ def _prepare_kernel(
     num_kv_slots, q_clip, r_clip, per_dim, norm_eps, alpha, per_floor, conv_scale, CONV_TOKENS: tl.constexpr,
     KV_TOKENS: tl.constexpr, HEADS: tl.constexpr, KV_HEADS: tl.constexpr, DIM: tl.constexpr, REL_DIM: tl.constexpr,
     TILE: tl.constexpr, KV_TILE: tl.constexpr, REL_TILE: tl.constexpr, LOG_SCALING: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
+    """EARLY: launched before the kernel before has ended, see `triton_skinny`."""
+    if EARLY:
+        tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     row, part = tl.program_id(0).to(tl.int64), tl.program_id(1)
     if part < 2:
         if part == 0:

@@ -54,8 +54,8 @@ class Tile(NamedTuple):
 
 # Up to 16 rows, and up to 32. A stage is 16 KB of weights; about 100 KB per program, two of which a multiprocessor
 # holds: 264 programs. The inputs of Inkling 2 Small's attention need 240 of the first kind. Its output has too few rows
-# to reach all multiprocessors, and is read by 72 deep programs: 144 smaller ones took 19 us on an H200 instead of 16. Of
-# the weights 16 and 9 MB are asked for early.
+# to reach all multiprocessors, and is read by 72 deep programs: 144 smaller ones took 19 us on an H200 instead of 16.
+# Of these weights 16 and 9 MB are asked for early.
 WIDE = Tile(64, 128, 5, 4), Tile(64, 128, 4, 4)
 NARROW = Tile(64, 128, 8, 4, 1024), Tile(64, 128, 8, 4, 1024)
 

@@ -74,7 +74,8 @@ def prepare(dynamic: bool) -> dict[str, Any]:
     absent = {} if dynamic else {"k_dynamic": None, "v_dynamic": None, "positions": None}
     return {
         "CONV_TOKENS": 8, "KV_TOKENS": 64, "HEADS": 48, "KV_HEADS": 8, "DIM": 128, "REL_DIM": 16, "KV_TILE": 8,
-        "TILE": triton_preparation.ELEMENTS // 128, "REL_TILE": 64, "LOG_SCALING": dynamic, "stride_tap": 1, **absent,
+        "TILE": triton_preparation.ELEMENTS // 128, "REL_TILE": 64, "LOG_SCALING": dynamic, "EARLY": True,
+        "stride_tap": 1, **absent,
     }  # fmt: skip
 
 
