@@ -1,4 +1,4 @@
-"""The command line: `inkling-rl train | init | serve | verify | convert`.
+"""The command line: `inkling-rl train | init | serve | verify | convert | draft train | draft measure`.
 
 Parsing comes first; what a command needs is imported inside it, so that `--help` answers at once. A fault of the user's
 is one message on standard error and exit status 2; a failed run or a failed comparison is 1.
@@ -22,6 +22,11 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,  # rich costs more than the rest of --help
 )
+
+draft_app = typer.Typer(
+    help="Train and measure DSpark drafts.", no_args_is_help=True, rich_markup_mode=None, add_completion=False
+)
+app.add_typer(draft_app, name="draft")
 
 Overrides = Annotated[
     list[str] | None, typer.Option("-s", "--set", metavar="KEY=VALUE", help="Override a recipe field; repeatable.")
@@ -165,6 +170,103 @@ def convert(
         typer.echo(f"check failed: {error}", err=True)
         raise typer.Exit(1) from error
     typer.echo(summary.line)
+
+
+Data = Annotated[
+    str, typer.Option(help="arithmetic/train, arithmetic/heldout, or .jsonl/.parquet: prompts, or tokens as sampled.")
+]
+DraftPath = Annotated[
+    str | None, typer.Option("--draft", metavar="DIR", help="Draft to take; the checkpoint's own without.")
+]
+NumCompletions = Annotated[int, typer.Option(min=1, help="To sample from the target where the data are prompts.")]
+Temperature = Annotated[float, typer.Option(min=0.01, help="Of that sampling.")]
+MaxTokens = Annotated[int, typer.Option(min=2, help="Longest completion sampled.")]
+MaxPromptLength = Annotated[int, typer.Option(min=1, help="Longer prompts are left out.")]
+Effort = Annotated[float, typer.Option(min=0.0, max=0.99, help="Of the prompts, as in rollout.effort.")]
+Seed = Annotated[int, typer.Option(min=0, help="Of every random number.")]
+Device = Annotated[str | None, typer.Option(help="cpu or cuda; a GPU if there is one.")]
+TargetDtype = Annotated[
+    Literal["float32", "bfloat16"] | None, typer.Option(help="Of the target: float32 on a CPU, else bfloat16.")
+]
+
+
+@draft_app.command("train")
+def draft_train(
+    checkpoint: Annotated[str, typer.Argument(help="Target: checkpoint directory or builtin:NAME.")],
+    data: Data,
+    out: Annotated[Path, typer.Option(help="New or empty directory.")],
+    draft: DraftPath = None,
+    fresh: Annotated[bool, typer.Option("--fresh", help="Begin with random weights; only the shape is taken.")] = False,
+    bundle: Annotated[
+        bool, typer.Option("--bundle", help="Write a copy of the checkpoint with the draft in it.")
+    ] = False,
+    num_epochs: Annotated[float, typer.Option(min=0.0, help="Times that every completion is seen.")] = 10.0,
+    batch_size: Annotated[int, typer.Option(min=1, help="Completions per optimiser step.")] = 512,
+    micro_batch_size: Annotated[int, typer.Option(min=1, help="Completions at a time.")] = 16,
+    learning_rate: Annotated[float, typer.Option(min=0.0, help="Highest.")] = 6e-4,
+    max_anchors: Annotated[int, typer.Option(min=1, help="Blocks per completion and epoch.")] = 512,
+    num_completions: NumCompletions = 8192,
+    temperature: Temperature = 1.0,
+    max_tokens: MaxTokens = 48,
+    max_prompt_length: MaxPromptLength = 1024,
+    effort: Effort = 0.2,
+    seed: Seed = 0,
+    device: Device = None,
+    dtype: TargetDtype = None,
+) -> None:
+    """Train a draft on completions of its frozen target. Ctrl-C keeps the state: the same command continues."""
+    from trainer.draft.completions import Sampling
+    from trainer.draft.loop import Plan
+    from trainer.draft.run import Job
+    from trainer.draft.run import train as run
+
+    plan = Plan(
+        num_epochs=num_epochs, batch_size=batch_size, micro_batch_size=micro_batch_size,
+        learning_rate=learning_rate, max_anchors=max_anchors, seed=seed,
+    )  # fmt: skip
+    sampling = Sampling(
+        num_completions=num_completions, temperature=temperature, max_tokens=max_tokens, effort=effort,
+        max_prompt_length=max_prompt_length,
+    )  # fmt: skip
+    job = Job(
+        checkpoint=checkpoint, data=data, out=out, draft=draft, is_fresh=fresh, is_bundled=bundle, plan=plan,
+        sampling=sampling, device=device, dtype=dtype,
+    )  # fmt: skip
+    raise typer.Exit(run(job))
+
+
+@draft_app.command("measure")
+def draft_measure(
+    checkpoint: Annotated[str, typer.Argument(help="Target: checkpoint directory or builtin:NAME.")],
+    data: Data,
+    draft: DraftPath = None,
+    num_tokens: Annotated[int | None, typer.Option(min=1, help="Drafted per step; the whole block without.")] = None,
+    num_completions: NumCompletions = 512,
+    temperature: Temperature = 1.0,
+    max_tokens: MaxTokens = 48,
+    max_prompt_length: MaxPromptLength = 1024,
+    effort: Effort = 0.2,
+    seed: Seed = 1,
+    device: Device = None,
+    dtype: TargetDtype = None,
+) -> None:
+    """Compute how many tokens a verification step emits with a draft, on completions of its target."""
+    from trainer.draft.completions import Sampling
+    from trainer.draft.run import measure_draft as run
+
+    sampling = Sampling(
+        num_completions=num_completions, temperature=temperature, max_tokens=max_tokens, effort=effort,
+        max_prompt_length=max_prompt_length,
+    )  # fmt: skip
+    worth = run(
+        checkpoint, data, draft=draft, num_tokens=num_tokens, sampling=sampling, seed=seed, device=device, dtype=dtype
+    )
+    shares = " ".join(f"{share:.3f}" for share in worth.acceptance)
+    typer.echo(f"{worth.tokens_per_step:.3f} tokens per verification step, acceptance by position {shares}")
+    typer.echo(
+        f"{worth.num_completions} completions, {worth.num_steps:.0f} steps expected, "
+        f"confidence off by {worth.confidence_error:.3f} on average"
+    )
 
 
 def _layer_numbers(text: str) -> list[int]:

@@ -35,7 +35,7 @@ def new_directory(path: Path, num_bytes: int = 0) -> Iterator[Path]:
         CheckpointError: `path` is in use, or the disk has no room, before or while writing.
     """
     path = path.absolute()
-    _refuse_used(path)
+    refuse_used(path)
     with _parents(path):
         remove_abandoned(path)
         free = shutil.disk_usage(path.parent).free
@@ -51,7 +51,7 @@ def new_directory(path: Path, num_bytes: int = 0) -> Iterator[Path]:
             _try_lock(lock)
             yield partial
             _sync(partial)
-            _refuse_used(path)
+            refuse_used(path)
             os.replace(partial, path)
             _sync_entry(path.parent)
         except BaseException as error:
@@ -62,7 +62,7 @@ def new_directory(path: Path, num_bytes: int = 0) -> Iterator[Path]:
                 ) from error
             if isinstance(error, OSError):
                 if error.errno in _TAKEN:
-                    _refuse_used(path)
+                    refuse_used(path)
                 error.filename = error.filename or str(path)  # writing to an open file names none
             raise
         finally:
@@ -109,7 +109,12 @@ def _escaped(name: str) -> str:
     return "".join(f"[{c}]" if c in "*?[" else c for c in name)
 
 
-def _refuse_used(path: Path) -> None:
+def refuse_used(path: Path) -> None:
+    """Refuses a directory that exists and is not empty; `new_directory` does so by itself.
+
+    Raises:
+        CheckpointError: it is in use.
+    """
     if path.is_symlink() or (path.exists() and (not path.is_dir() or any(path.iterdir()))):
         raise CheckpointError(f"{path} must not exist or be an empty directory; it is in use. Choose another directory")
 

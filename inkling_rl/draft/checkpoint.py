@@ -52,7 +52,7 @@ class DraftCheckpoint:
         }
         stored = {name: source.place(name).spec for name in source.shards if name.startswith(prefix)}
         compare(expected, stored, str(source.path))
-        _check_target(shape, target, source.path)
+        check_target(shape, target, source.path)
         return cls(source, shape, prefix)
 
     def check_tokens(self, num_tokens: int) -> None:
@@ -74,7 +74,12 @@ class DraftCheckpoint:
                 yield name.removeprefix(self.prefix), self.source.tensor(name)
 
 
-def _check_target(shape: DraftShape, target: Mapping[str, Any], path: Path) -> None:
+def check_target(shape: DraftShape, target: Mapping[str, Any], path: Path) -> None:
+    """Refuse a draft from `path` that was made for another target than this config.json's.
+
+    Raises:
+        CheckpointError: hidden size, vocabulary or number of layers differ.
+    """
     text = layout.text_config(target)
     for key, own in (
         ("hidden_size", shape.hidden_size),

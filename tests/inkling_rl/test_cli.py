@@ -18,6 +18,14 @@ FROZEN = {
     "serve": {"model", "recipe", "overrides", "adapter", "host", "port", "vllm_args", "log"},
     "verify": {"checkpoint", "adapter", "prompts", "dtype", "num_prompts", "max_tokens", "tolerance", "report"},
     "convert": {"source", "target", "to", "layers", "check"},
+    "draft": set(),
+}
+SAMPLING = {"num_completions", "temperature", "max_tokens", "max_prompt_length", "effort", "seed", "device", "dtype"}
+FROZEN_DRAFT = {
+    "train": SAMPLING
+    | {"checkpoint", "data", "out", "draft", "fresh", "bundle", "num_epochs", "batch_size", "micro_batch_size"}
+    | {"learning_rate", "max_anchors"},
+    "measure": SAMPLING | {"checkpoint", "data", "draft", "num_tokens"},
 }
 
 
@@ -30,6 +38,8 @@ def test_commands_and_options_are_frozen() -> None:
     group = typer.main.get_command(app)
     found = {name: {p.name for p in command.params} for name, command in group.commands.items()}  # type: ignore[attr-defined]
     assert found == FROZEN
+    draft = group.commands["draft"]  # type: ignore[attr-defined]
+    assert {name: {p.name for p in command.params} for name, command in draft.commands.items()} == FROZEN_DRAFT
 
 
 def test_help_answers_at_once() -> None:
@@ -64,6 +74,9 @@ def test_help_answers_at_once() -> None:
         (["convert", "x", "y", "--to", "bf16", "--layers", ""], "must be numbers and ranges like 0-3,7"),
         (["convert", "x", "y", "--to", "bf16", "--layers", "0-9999999999"], "must be numbers and ranges like 0-3,7"),
         (["convert", "no-such-model", "y", "--to", "bf16"], "must be a checkpoint directory with a config.json"),
+        (["draft", "train", "x"], "Missing option '--data'"),
+        (["draft", "train", "no-such-model", "--data", "d", "--out", "/tmp/o"], "must be a checkpoint directory"),
+        (["draft", "measure", "no-such-model", "--data", "d"], "must be a checkpoint directory"),
         (["frobnicate"], "No such command"),
     ],
 )

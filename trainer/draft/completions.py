@@ -10,9 +10,10 @@ from __future__ import annotations
 
 import json
 import random
+from bisect import bisect_right
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import batched, groupby
+from itertools import accumulate, batched, cycle, groupby, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -37,7 +38,8 @@ class Completion(NamedTuple):
 class Sampling:
     """How completions are made where `--data` holds prompts only."""
 
-    samples_per_prompt: int = 4
+    num_completions: int = 8192
+    """Prompts are taken in turns, shuffled, until there are so many."""
     temperature: float = 1.0
     max_tokens: int = 48
     effort: float = 0.2
@@ -107,6 +109,7 @@ def load_completions(
     checkpoint_path: Path,
     sampling: Sampling,
     seed: int,
+    cache: Path | None = None,
     report: Callable[[int, int], None] = lambda done, total: None,
 ) -> list[Completion]:
     """Completions of a source: read where it holds tokens, sampled from the target where it holds prompts.
@@ -118,38 +121,72 @@ def load_completions(
         checkpoint_path: directory with the tokenizer.
         sampling: how.
         seed: of the sampling.
+        cache: file for sampled completions; what it holds from an earlier call of the same kind is not sampled again.
         report: called with completions done and wanted.
 
     Raises:
         DataError: the source cannot be used. CheckpointError: no tokenizer.
     """
-    vocabulary = target.model.config.unpadded_vocab_size
-    rows = read_table(source, "--data")
-    if TOKEN_COLUMNS[1] in rows[0]:
-        return [_checked(row, number, source, vocabulary) for number, row in enumerate(rows)]
+    rows = read_data(source, target.model.config.unpadded_vocab_size)
+    if isinstance(rows[0], Completion):
+        return rows
     prompts = _prompts(rows, source, checkpoint_path, sampling)
-    stop = target.model.config.eos_token_id
-    stop_token = stop[0] if isinstance(stop, list) else stop
-    wanted = [prompt for prompt in prompts for _ in range(sampling.samples_per_prompt)]
-    random.Random(f"completions/{seed}").shuffle(wanted)
+    random.Random(f"completions/{seed}").shuffle(prompts)
+    wanted = list(islice(cycle(prompts), sampling.num_completions))
     wanted.sort(key=len)  # batches of one length need no padding and no mask
-    completions: list[Completion] = []
-    for _, group in groupby(wanted, key=len):
-        for batch in batched(group, sampling.batch_size):
-            batch_seed = random.Random(f"completions/{seed}/{len(completions)}").getrandbits(32)
-            made = target.complete(
-                torch.tensor(batch), sampling.temperature, sampling.max_tokens, stop_token, batch_seed
-            )
-            completions += [Completion(p, tuple(tokens)) for p, tokens in zip(batch, made, strict=True)]
-            report(len(completions), len(wanted))
+    batches = [list(batch) for _, group in groupby(wanted, key=len) for batch in batched(group, sampling.batch_size)]
+    completions = _cached(cache, [len(batch) for batch in batches]) if cache else []
+    for batch in batches[_whole(len(completions), [len(batch) for batch in batches]) :]:
+        made = _sample(batch, target, sampling, f"completions/{seed}/{len(completions)}")
+        if cache:
+            with cache.open("a", encoding="utf-8") as file:
+                file.write(_lines(made))
+        completions += made
+        report(len(completions), len(wanted))
     random.Random(f"order/{seed}").shuffle(completions)
     return completions
 
 
-def write_completions(path: Path, completions: Iterable[Completion]) -> None:
-    """A file that `load_completions` reads."""
-    lines = (json.dumps(dict(zip(TOKEN_COLUMNS, c, strict=True))) + "\n" for c in completions)
-    path.write_text("".join(lines), encoding="utf-8")
+def read_data(source: str, vocabulary: int) -> list[Any]:
+    """Completions of a source with tokens, else its rows, each with a prompt; errors as in `load_completions`."""
+    rows = read_table(source, "--data")
+    if TOKEN_COLUMNS[1] in rows[0]:
+        return [_checked(row, number, source, vocabulary) for number, row in enumerate(rows)]
+    missing = [number for number, row in enumerate(rows) if row.get("prompt") is None]
+    if missing:
+        raise DataError(
+            f"--data must have the columns {' and '.join(TOKEN_COLUMNS)}, or prompt, in every row; row {missing[0]} of "
+            f"{source} has {', '.join(sorted(rows[missing[0]])) or 'none'}. Rename the columns"
+        )
+    return rows
+
+
+def _sample(prompts: list[tuple[int, ...]], target: Target, sampling: Sampling, seed: str) -> list[Completion]:
+    stop = target.model.config.eos_token_id
+    stop_token = stop[0] if isinstance(stop, list) else stop
+    drawn = random.Random(seed).getrandbits(32)
+    made = target.complete(torch.tensor(prompts), sampling.temperature, sampling.max_tokens, stop_token, drawn)
+    return [Completion(prompt, tuple(tokens)) for prompt, tokens in zip(prompts, made, strict=True)]
+
+
+def _cached(cache: Path, sizes: Sequence[int]) -> list[Completion]:
+    """Whole batches that an earlier call left; what it wrote of a further one is cut off."""
+    if not cache.is_file():
+        return []
+    *lines, _ = cache.read_text(encoding="utf-8").split("\n")
+    lines = lines[: sum(sizes[: _whole(len(lines), sizes)])]
+    completions = [Completion(*(tuple(json.loads(line)[name]) for name in TOKEN_COLUMNS)) for line in lines]
+    cache.write_text(_lines(completions), encoding="utf-8")
+    return completions
+
+
+def _whole(count: int, sizes: Sequence[int]) -> int:
+    """How many batches of these sizes `count` completions fill."""
+    return bisect_right(list(accumulate(sizes)), count)
+
+
+def _lines(completions: Iterable[Completion]) -> str:
+    return "".join(json.dumps(dict(zip(TOKEN_COLUMNS, c, strict=True))) + "\n" for c in completions)
 
 
 def _checked(row: dict[str, Any], number: int, source: str, vocabulary: int) -> Completion:
@@ -166,12 +203,6 @@ def _checked(row: dict[str, Any], number: int, source: str, vocabulary: int) -> 
 def _prompts(
     rows: Sequence[dict[str, Any]], source: str, checkpoint_path: Path, sampling: Sampling
 ) -> list[tuple[int, ...]]:
-    missing = [number for number, row in enumerate(rows) if row.get("prompt") is None]
-    if missing:
-        raise DataError(
-            f"--data must have the columns {' and '.join(TOKEN_COLUMNS)}, or prompt, in every row; row {missing[0]} of "
-            f"{source} has {', '.join(sorted(rows[missing[0]])) or 'none'}. Rename the columns"
-        )
     from transformers import PreTrainedTokenizerFast
 
     try:

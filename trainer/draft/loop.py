@@ -33,7 +33,7 @@ class Plan:
     batch_size: int = 512
     """Completions of an optimiser step."""
 
-    micro_batch_size: int = 64
+    micro_batch_size: int = 16
     """Completions at a time."""
 
     learning_rate: float = 6e-4
