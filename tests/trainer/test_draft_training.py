@@ -299,6 +299,22 @@ def train(target: Target, completions: list[Completion], **changes: object) -> T
     return Training(BlockDraft(SHAPE, start), target, completions, plan)
 
 
+def test_a_target_in_bfloat16_gives_nearly_the_same_loss(
+    checkpoint: Path, small: Target, completions: list[Completion]
+) -> None:
+    """What a GPU runs: the target's weights and the draft's products in bfloat16, everything else in float32."""
+    narrow = Target.load(Checkpoint.open(checkpoint), SHAPE.target_layers, torch.device("cpu"), torch.bfloat16)
+    results = []
+    for target in (small, narrow):
+        training = train(target, completions, batch_size=3, max_anchors=512)
+        results.append(training.advance())
+        assert all(value.dtype == torch.float32 for value in training.draft.weights.values())
+    wide, rounded = results
+    assert rounded.loss != wide.loss
+    assert rounded.loss == pytest.approx(wide.loss, rel=0.03)
+    assert rounded.grad_norm == pytest.approx(wide.grad_norm, rel=0.2)
+
+
 def test_training_lowers_the_loss_and_leaves_the_target_alone(small: Target, completions: list[Completion]) -> None:
     before = {name: value.clone() for name, value in small.model.state_dict().items()}
     results: list[StepResult] = []

@@ -105,6 +105,16 @@ def train(job: Job) -> int:
         ValueError: checkpoint, draft, data, device or directory cannot be used.
     """
     progress = DraftProgress(0)
+    try:
+        return _train(job, progress)
+    except KeyboardInterrupt:
+        progress.line("interrupted; what was sampled is kept, the same command continues")
+        return INTERRUPTED
+    finally:
+        progress.stop()
+
+
+def _train(job: Job, progress: DraftProgress) -> int:
     refuse_used(job.out.absolute())
     source = Checkpoint.open(job.checkpoint)
     read_data(job.data, source.text_config["unpadded_vocab_size"])  # a fault here should cost no minutes
@@ -246,7 +256,6 @@ def _run(training: Training, path: Path, progress: DraftProgress) -> bool:
                 save_state(path, training.state())
                 saved = time.monotonic()
         save_state(path, training.state())
-    progress.stop()
     return not interrupts
 
 
