@@ -120,7 +120,7 @@ def _train(job: Job, progress: DraftProgress) -> int:
     read_data(job.data, source.text_config["unpadded_vocab_size"])  # a fault here should cost no minutes
     config, start, version = _start(job, source)
     device, dtype = placement(job.device, job.dtype)
-    place = job.out.absolute().with_name(f"{job.out.name}.training")
+    place = job.out.absolute().with_name(f"{job.out.absolute().name}.training")
     place.mkdir(parents=True, exist_ok=True)
     with lock(place):
         _check_identity(place, job.identity(fingerprint(source)))
