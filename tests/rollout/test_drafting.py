@@ -234,3 +234,49 @@ def test_a_draft_that_is_never_right_is_reported(
         generate(llm, PROMPTS[:2], max_tokens=24)
     [record] = [r for r in caplog.records if "none of its tokens accepted" in r.getMessage()]
     assert "in 20 drafts of 7 tokens" in record.getMessage() or "in 21 drafts" in record.getMessage()
+
+
+def test_bfloat16_weights(tiny_checkpoint: Path) -> None:
+    with engine(tiny_checkpoint, dtype="bfloat16") as llm:
+        expected = generate(llm, PROMPTS[:4], max_tokens=24)
+    with engine(tiny_checkpoint, dtype="bfloat16", speculative_config=speculative(tiny_checkpoint)) as llm:
+        assert largest_change(expected, generate(llm, PROMPTS[:4], max_tokens=24)) <= INVARIANCE
+
+
+def test_what_a_draft_excludes_is_refused_at_the_start(tiny_checkpoint: Path, tmp_path: Path) -> None:
+    from tests.inkling_rl.test_draft_checkpoint import changed, setting, write_standalone
+
+    own = write_standalone(tiny_checkpoint, tmp_path / "draft")
+    other = changed(own, tmp_path / "other", setting("num_target_layers", 8))
+    config = speculative(own)
+    for given, message in (
+        (speculative(own, num_tokens=8), r"num_tokens must be 1 to 7"),
+        (speculative(other), r"with num_hidden_layers 6; got one for 8"),
+        (config | {"num_speculative_tokens_per_batch_size": [[1, 4, 3]]}, "per_batch_size must be left unset"),
+        (config | {"rejection_sample_method": "block"}, "rejection_sample_method must be standard"),
+    ):
+        with pytest.raises(ValueError, match=message), engine(tiny_checkpoint, speculative_config=given):
+            pass
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.parametrize("sampling", ["probabilistic", "greedy"])
+def test_two_hundred_prompts_in_every_mode(tiny_checkpoint: Path, tmp_path: Path, sampling: str) -> None:
+    """Cold, cached, chunked, preempted, with adapters: every token and log-probability is that of an engine without."""
+    lengths = torch.randint(1, 150, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+    prompts = random_prompts(lengths, seed=30)
+    make_adapter(tiny_checkpoint, tmp_path / "a", 1)
+    loras = [request("a", 1, tmp_path / "a") if index % 2 else None for index in range(200)]
+    adapters = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    with engine(tiny_checkpoint, **adapters) as llm:
+        expected = generate(llm, prompts, max_tokens=40)
+        adapted = generate(llm, prompts, lora=loras, max_tokens=40)
+    drafting = {"speculative_config": speculative(tiny_checkpoint, sampling)}
+    with engine(tiny_checkpoint, **adapters, **drafting) as llm:
+        for _ in range(2):
+            assert largest_change(expected, generate(llm, prompts, max_tokens=40)) <= INVARIANCE
+        assert largest_change(adapted, generate(llm, prompts, lora=loras, max_tokens=40)) <= INVARIANCE
+    small = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 74}
+    with engine(tiny_checkpoint, **small, **drafting) as llm:
+        assert largest_change(expected, generate(llm, prompts, max_tokens=40)) <= INVARIANCE
