@@ -52,7 +52,8 @@ class Tile(NamedTuple):
     """A program works on `block` columns at a time in `warps` warps: these define the order of a row's sums.
 
     It adds `batch` sources at a time while the next ones are read, reads the queries again for each batch or keeps them
-    in registers; so many programs run on each multiprocessor and take row after row. These change no bit.
+    in registers; so many programs run on each multiprocessor and take row after row. `pinned`: it asks for the next ones
+    before it adds any, which the compiler would put off; a barrier is what it moves no load over. These change no bit.
     """
 
     block: int
@@ -60,6 +61,7 @@ class Tile(NamedTuple):
     batch: int
     reload: bool
     per_multiprocessor: int = 2
+    pinned: bool = True
 
     @property
     def registers(self) -> int:
@@ -118,10 +120,11 @@ def conv_mix(
     if num_rows == 0:
         return
     taps_LH = weight[:, 0].t()
-    early = early and num_rows <= EARLY_ROWS and not triton.knobs.runtime.interpret
-    kernel, options = (
-        (_early_kernel, {"launch_pdl": True, "WAIT": True}) if early else (_conv_mix_kernel, {"maxnreg": tile.registers})
-    )
+    early = early and num_rows <= EARLY_ROWS
+    kernel, options = _conv_mix_kernel, {"PINNED": tile.pinned, "maxnreg": tile.registers}
+    if early:
+        waits = not triton.knobs.runtime.interpret
+        kernel, options = _early_kernel, {"WAIT": waits} | ({"launch_pdl": True} if waits else {})
     programs = num_rows if early else min(num_rows, tile.per_multiprocessor * _multiprocessors(x_TH.device))
     with torch.cuda.device_of(x_TH):
         kernel[(programs,)](
@@ -148,7 +151,7 @@ def _conv_mix_kernel(
     stride_token, stride_lag, stride_tap, stride_residual, stride_source, stride_row, stride_running, stride_query,
     stride_out, num_rows, num_slots, num_blocks, per_hidden, score_scale, conv_scale, mix_eps, norm_eps,
     TOKENS_PER_BLOCK: tl.constexpr, HIDDEN: tl.constexpr, BLOCK: tl.constexpr, QUERIES: tl.constexpr,
-    BATCH: tl.constexpr, RELOAD: tl.constexpr,
+    BATCH: tl.constexpr, RELOAD: tl.constexpr, PINNED: tl.constexpr,
 ):  # fmt: skip
     """Row after row; the next one's first sources and its inputs are read while this one ends."""
     row, programs = tl.program_id(0).to(tl.int64), tl.num_programs(0)
@@ -175,17 +178,26 @@ def _conv_mix_kernel(
                 start, tl.where(is_last, 0, first + BATCH), tl.where(is_last & (not more), 0, num_blocks),
                 stride_source, HIDDEN, BLOCK, BATCH,
             )  # fmt: skip
+            if PINNED:
+                tl.debug_barrier()
             mixed, largest, total = added_batch(
                 mixed, largest, total, added, queries, first, num_blocks, per_hidden, score_scale, mix_eps, QUERIES,
                 HIDDEN, BLOCK, BATCH, RELOAD,
             )  # fmt: skip
+        if QUERIES == 1:
+            inputs = _inputs(
+                x, state, lags, following, more, stride_x, stride_block, stride_token, TOKENS_PER_BLOCK, HIDDEN, BLOCK
+            )
+            before = _before(residual, following, more, stride_residual, HIDDEN, BLOCK)
+            if PINNED:
+                tl.debug_barrier()
         mixed, largest, total = added_batch(
             mixed, largest, total, wide_row(stored), queries, 0, 1, per_hidden, score_scale, mix_eps,
             QUERIES, HIDDEN, BLOCK, 1, RELOAD,
         )  # fmt: skip
         CHUNKS: tl.constexpr = (HIDDEN + BLOCK - 1) // BLOCK
         for q in tl.static_range(QUERIES):
-            if q == QUERIES - 1:  # where there are registers for it
+            if QUERIES > 1 and q == QUERIES - 1:  # where there are registers for it
                 inputs = _inputs(
                     x, state, lags, following, more, stride_x, stride_block, stride_token, TOKENS_PER_BLOCK, HIDDEN,
                     BLOCK,

@@ -48,9 +48,9 @@ ALTERNATIVE_SECONDS = 75.0
 
 # Those of one block and number of warps give the same bits.
 MANY_TILES = {
-    1: (Tile(512, 4, 2, True, 2), Tile(512, 4, 1, False, 2), Tile(512, 4, 1, False, 3), Tile(512, 4, 2, True, 3),
+    1: (Tile(512, 4, 2, False, 2, False), Tile(512, 4, 2, True, 2), Tile(512, 4, 1, False, 2), Tile(512, 4, 1, True, 3),
         Tile(512, 8, 2, False, 2)),
-    3: (Tile(512, 4, 2, True, 2),),
+    3: (Tile(512, 4, 1, True, 2, False), Tile(512, 4, 2, True, 2)),
 }  # fmt: skip
 PREPARATION_SHAPES = ((1024, 2), (1024, 4), (4096, 8))
 ACTIVATION_SHAPES = ((1024, 2), (1024, 4), (2048, 8), (4096, 8))

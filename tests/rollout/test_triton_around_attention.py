@@ -66,7 +66,7 @@ def conv_mix(queries: int) -> dict[str, Any]:
     tile = triton_conv_mix.TILES[queries]
     return {
         "TOKENS_PER_BLOCK": 8, "HIDDEN": 4608, "BLOCK": tile.block, "QUERIES": queries, "BATCH": tile.batch,
-        "RELOAD": tile.reload, "stride_tap": 1, "WAIT": True,
+        "RELOAD": tile.reload, "stride_tap": 1, "WAIT": True, "PINNED": tile.pinned,
     }  # fmt: skip
 
 
