@@ -52,8 +52,8 @@ class Tile(NamedTuple):
     """A program works on `block` columns at a time in `warps` warps: these define the order of a row's sums.
 
     It adds `batch` sources at a time while the next ones are read, reads the queries again for each batch or keeps them
-    in registers; so many programs run on each multiprocessor and take row after row. `pinned`: it asks for the next ones
-    before it adds any, which the compiler would put off; a barrier is what it moves no load over. These change no bit.
+    in registers; so many programs run on each multiprocessor and take row after row. `pinned`: it asks for the next
+    sources before it adds any, which the compiler would put off: over a barrier it moves no load. These change no bit.
     """
 
     block: int
