@@ -18,9 +18,9 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, partial
 from importlib import import_module
 from typing import Any
 
@@ -114,6 +114,8 @@ _TRITON = {
     "vector_experts": ("triton_moe_vector", "experts"),
     "grouped_product": ("grouped_product", "grouped_product"),
 }
+_TRIALS = TRIALS | EXPERT_TRIALS
+
 SKINNY_ROWS = 16
 """Up to 32 (`triton_skinny.MOST_ROWS`); 0 leaves those kernels alone, and they are not tried either."""
 
@@ -160,6 +162,8 @@ def _load(device: torch.device, sizes: Sizes, strict: bool) -> Kernels:
     sizes = replace(sizes, few_rows=SKINNY_ROWS if sizes.dtype is torch.bfloat16 else 0, least_pairs=MIN_PAIRS or 0)
     chosen: dict[str, Any] = {}
     used = [name for name in SLOWDOWNS if _is_used(name, device, sizes)]
+    if device.type == "cuda":
+        _compile(used, device, sizes)
     for name in used:
         kernel, reason = _try(name, device, sizes)
         if kernel is not None and reason is None:
@@ -210,12 +214,31 @@ def _pass_over(name: str, device: torch.device, reason: str | None, strict: bool
     )  # fmt: skip
 
 
+def _compile(used: list[str], device: torch.device, sizes: Sizes) -> None:
+    """Compile what the trials will launch, all at once: one after the other that is most of a start."""
+    try:
+        from rollout.kernels.compile_ahead import compile_ahead
+    except ImportError:  # no Triton, or one without this; the trials say what that means
+        return
+    # What takes longest first: `conv_mix`, then experts and attention.
+    names = sorted(used[::-1], key=lambda name: name != "conv_mix")
+    compile_ahead(partial(_call_all, name, device, sizes) for name in names)
+
+
+def _call_all(name: str, device: torch.device, sizes: Sizes) -> None:
+    """All calls of a kernel's trials, one trial's arguments at a time. What is wrong the trial itself finds."""
+    with suppress(Exception), _plain_defaults():
+        kernel = _triton(name)
+        for trial in _TRIALS[name](sizes):
+            trial.call(kernel, trial.to(device))
+
+
 def _try(name: str, device: torch.device, sizes: Sizes) -> tuple[Callable[..., Any] | None, str | None]:
     """The kernel, and what is wrong with it."""
     try:
         kernel = _triton(name)
         with _plain_defaults():
-            for trial in (TRIALS | EXPERT_TRIALS)[name](sizes):
+            for trial in _TRIALS[name](sizes):
                 error = _error(kernel, _FALLBACKS[name], trial, device)
                 if not error <= trial.limit:
                     return kernel, f"{trial.what}: it computes something else, relative error {error:.1e}"
