@@ -216,13 +216,15 @@ def _pass_over(name: str, device: torch.device, reason: str | None, strict: bool
 
 def _compile(used: list[str], device: torch.device, sizes: Sizes) -> None:
     """Compile what the trials will launch, all at once: one after the other that is most of a start."""
+    names = used[::-1]
+    names.sort(key=lambda name: name != "conv_mix")  # what takes longest first; experts and attention are next
     try:
         from rollout.kernels.compile_ahead import compile_ahead
-    except ImportError:  # no Triton, or one without this; the trials say what that means
-        return
-    # What takes longest first: `conv_mix`, then experts and attention.
-    names = sorted(used[::-1], key=lambda name: name != "conv_mix")
-    compile_ahead(partial(_call_all, name, device, sizes) for name in names)
+
+        compile_ahead(partial(_call_all, name, device, sizes) for name in names)
+    # It leans on what Triton does not promise, and nothing but time depends on it.
+    except Exception as error:
+        logger.warning("kernels are compiled one after the other, about a minute: %s: %s", type(error).__name__, error)
 
 
 def _call_all(name: str, device: torch.device, sizes: Sizes) -> None:

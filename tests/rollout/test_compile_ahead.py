@@ -129,6 +129,13 @@ def test_a_kernel_that_cannot_be_called_keeps_no_other_from_compiling(
     assert compiler.asked == ["_activation_kernel"]
 
 
+def test_without_it_a_start_goes_on(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    monkeypatch.delattr(triton, "AsyncCompileMode")
+    cuda._compile(["activation"], META, SIZES)
+    assert "kernels are compiled one after the other, about a minute: AttributeError" in caplog.text
+    assert everything_is_as_before()
+
+
 def test_an_interrupt_does_not_wait_for_what_has_not_begun(monkeypatch: pytest.MonkeyPatch, compiler: Compiler) -> None:
     begun, interrupted, made = Event(), Event(), type(compiler).__call__
 
