@@ -11,7 +11,6 @@ Not a vLLM attention layer: pages come from `rollout.plugin.paging.CachePlan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -21,30 +20,12 @@ from vllm.model_executor.model_loader.weight_utils import default_weight_loader
 from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.draft.shape import DraftShape
+from rollout.kernels import draft as kernels
 from rollout.kernels import ops
+from rollout.kernels.draft import Angles, Blocks
 from rollout.plugin.attn_residual import RMSNormWeight
 from rollout.plugin.linear import Weight
 from rollout.plugin.paging import CacheSlice
-
-MAX_GATHERED = 1 << 16
-"""Tokens of context that are copied out of the pages at a time."""
-
-
-class Angles(NamedTuple):
-    """Cosine and sine of the rotary positions of some rows, [T, 1, D/2] each."""
-
-    cos: torch.Tensor
-    sin: torch.Tensor
-
-
-class Blocks(NamedTuple):
-    """The blocks of a step, one per request that drafts."""
-
-    lengths: torch.Tensor
-    """int64 [R]: tokens of context, which is also the anchor's position."""
-
-    block_table: torch.Tensor
-    """int32 [R, blocks per request]: physical pages in the draft's group."""
 
 
 class BiasedWeight(Weight):
@@ -71,9 +52,9 @@ class DraftAttention(nn.Module):
 
     def keys_values(self, x_TH: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys (normed, turned) and values of rows of context or block, float32 [T, K, D] each."""
-        k_TKD = ops.linear(x_TH, self.k_proj.weight).unflatten(-1, (self.shape.num_kv_heads, -1))
-        v_TKD = ops.linear(x_TH, self.v_proj.weight).unflatten(-1, (self.shape.num_kv_heads, -1))
-        return self._turned(k_TKD, self.k_norm, angles), v_TKD
+        k_TC, v_TC = ops.linear(x_TH, self.k_proj.weight), ops.linear(x_TH, self.v_proj.weight)
+        k_TKD = kernels.norm_rotate(k_TC, self.k_norm.weight, angles, self.shape.norm_eps)
+        return k_TKD, v_TC.unflatten(-1, k_TKD.shape[1:])
 
     def store(self, context_TH: torch.Tensor, angles: Angles, kv_BKNC: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write keys and values of context at their slots; negative slots are not stored."""
@@ -85,50 +66,10 @@ class DraftAttention(nn.Module):
 
     def forward(self, x_TH: torch.Tensor, angles: Angles, kv_BKNC: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """Attend, float32 [T, H]; rows are those of the requests' blocks one after another."""
-        num_requests = len(blocks.lengths)
-        q_TND = self._turned(
-            ops.linear(x_TH, self.q_proj.weight).unflatten(-1, (self.shape.num_heads, -1)), self.q_norm, angles
-        )
-        split = (num_requests, -1)
-        q_RTND, k_RTKD, v_RTKD = (x.unflatten(0, split) for x in (q_TND, *self.keys_values(x_TH, angles)))
-        longest = max(1, int(blocks.lengths.max()))
-        at_once = max(1, MAX_GATHERED // longest)
-        attended = [
-            attend(q_RTND[some], k_RTKD[some], v_RTKD[some], kv_BKNC, Blocks(*(x[some] for x in blocks)))
-            for some in (slice(first, first + at_once) for first in range(0, num_requests, at_once))
-        ]
-        return ops.linear(torch.cat(attended).flatten(0, 1).flatten(1), self.o_proj.weight)
-
-    def _turned(self, x_TND: torch.Tensor, norm: RMSNormWeight, angles: Angles) -> torch.Tensor:
-        first, second = F.rms_norm(x_TND, norm.weight.shape, norm.weight, self.shape.norm_eps).chunk(2, dim=-1)
-        cos, sin = angles
-        return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1)
-
-
-def attend(
-    q_RTND: torch.Tensor, k_RTKD: torch.Tensor, v_RTKD: torch.Tensor, kv_BKNC: torch.Tensor, blocks: Blocks
-) -> torch.Tensor:
-    """Attention of each request's T rows to its context's pages and to one another, [R, T, N, D]."""
-    num_requests, num_rows, num_heads, head_dim = q_RTND.shape
-    kv_heads, page = kv_BKNC.shape[1:3]
-    num_pages = -(-int(blocks.lengths.max()) // page)
-    pages_RPKNC = kv_BKNC[blocks.block_table[:, :num_pages].long()].float()
-    past_RKSC = pages_RPKNC.permute(0, 2, 1, 3, 4).flatten(2, 3)
-    unseen_RS = torch.arange(num_pages * page) >= blocks.lengths[:, None]
-    # What a query may not see is zeroed, not only masked: pages hold whatever was left there, and 0 * NaN is NaN.
-    past_RKSC = past_RKSC.masked_fill(unseen_RS[:, None, :, None], 0.0)
-    k_RKSD, v_RKSD = (
-        torch.cat([past, own.transpose(1, 2)], dim=2)
-        for past, own in zip(past_RKSC.chunk(2, dim=-1), (k_RTKD, v_RTKD), strict=True)
-    )
-    # The query heads of one key/value head are rows of one product.
-    grouped = (kv_heads, num_heads // kv_heads)
-    q_RKMD = q_RTND.unflatten(2, grouped).permute(0, 2, 3, 1, 4).flatten(2, 3)
-    scores_RKMS = q_RKMD @ k_RKSD.transpose(-1, -2) * head_dim**-0.5
-    unseen_RS = F.pad(unseen_RS, (0, num_rows))
-    scores_RKMS = scores_RKMS.masked_fill(unseen_RS[:, None, None], float("-inf"))
-    attended = (scores_RKMS.softmax(-1) @ v_RKSD).unflatten(2, (grouped[1], num_rows))
-    return attended.permute(0, 3, 1, 2, 4).reshape(num_requests, num_rows, num_heads, head_dim)
+        q_TC = ops.linear(x_TH, self.q_proj.weight)
+        q_TND = kernels.norm_rotate(q_TC, self.q_norm.weight, angles, self.shape.norm_eps)
+        attended_TND = kernels.attention(q_TND, *self.keys_values(x_TH, angles), kv_BKNC, blocks)
+        return ops.linear(attended_TND.flatten(1), self.o_proj.weight)
 
 
 class DraftMlp(nn.Module):
@@ -180,15 +121,10 @@ class RnnHead(nn.Module):
         """The hidden states' share of `joint_proj` and its bias, for all rows at once, [T, 3 rank]."""
         return ops.linear(hidden_TH, self.joint_proj.weight[:, 2 * self.rank :]) + self.joint_proj.bias
 
-    def forward(
-        self, state_RS: torch.Tensor, embedded_RS: torch.Tensor, prepared_RJ: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor]:
-        """New state [R, rank], and what is added to the logits [R, vocabulary]."""
-        weight = self.joint_proj.weight[:, : 2 * self.rank]
-        joint = ops.linear(torch.cat([state_RS, embedded_RS], dim=-1), weight) + prepared_RJ
-        gate, candidate, output = joint.chunk(3, dim=-1)
-        state_RS = torch.lerp(torch.tanh(candidate), state_RS, torch.sigmoid(gate))
-        return state_RS, ops.linear(torch.tanh(output), self.markov_w2.weight)
+    def weights(self) -> kernels.Head:
+        """What drawing a block needs of this head."""
+        joint = self.joint_proj.weight[:, : 2 * self.rank]
+        return kernels.Head(self.markov_w1.weight, joint, self.markov_w2.weight)
 
 
 class ConfidenceHead(nn.Module):
@@ -244,7 +180,7 @@ class Draft(nn.Module):
         """Rotary angles, in float64 until their cosine: at position 10^6 a float32 angle is off by 0.06."""
         half = self.shape.head_dim // 2
         rates = self.shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = positions_T.double()[:, None, None] * rates
+        angles = positions_T.double()[:, None] * rates
         return Angles(angles.cos().float(), angles.sin().float())
 
     def load(self, draft: DraftCheckpoint) -> None:

@@ -5,8 +5,8 @@ probabilities) and whose arithmetic it replaces. A step of the runner ends here:
 into the draft's pages, then every request that has just got a token is drafted a block of tokens after it.
 
 Lossless by construction: whatever is drafted, `rollout.plugin.rejection` makes the output that of the target. What
-must be right for it is that the probabilities handed on are those the tokens were drawn from. They are: `draw` takes
-both from the same tensor.
+must be right for it is that the probabilities handed on are those the tokens were drawn from. They are:
+`draw_blocks` takes both from the same numbers.
 """
 
 from __future__ import annotations
@@ -17,8 +17,9 @@ from typing import Any
 import torch
 from vllm.v1.spec_decode.dflash import DFlashProposer
 
+from rollout.kernels.draft import Blocks, Choice, draw_blocks
 from rollout.plugin import draft_config
-from rollout.plugin.draft import Blocks, Draft
+from rollout.plugin.draft import Draft
 from rollout.plugin.paging import CacheOwner
 
 logger = logging.getLogger("vllm.inkling2.draft")
@@ -101,8 +102,10 @@ class DSparkProposer(AnyProposer):
         if len(drafting) == 0:
             return tokens
         blocks = Blocks(lengths[drafting], common.block_table_tensor[drafting])
-        sampler = Sampler(sampling_metadata, drafting.tolist(), self._enable_probabilistic_draft_probs)
-        drafted, probs = self.draft(next_token_ids[drafting].long(), blocks, num_speculative_tokens, sampler)
+        rows = drafting.tolist()
+        probabilistic = self._enable_probabilistic_draft_probs
+        choice = choice_of(sampling_metadata, rows, num_speculative_tokens, probabilistic)
+        drafted, probs = self.draft(next_token_ids[drafting].long(), blocks, num_speculative_tokens, choice)
         tokens[drafting] = drafted
         if probs is not None:
             self._last_draft_probs = probs.new_zeros(num_requests, *probs.shape[1:])
@@ -110,7 +113,7 @@ class DSparkProposer(AnyProposer):
         return tokens
 
     def draft(
-        self, anchors_R: torch.Tensor, blocks: Blocks, num_tokens: int, sampler: Sampler
+        self, anchors_R: torch.Tensor, blocks: Blocks, num_tokens: int, choice: Choice
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Tokens int64 [R, num_tokens] and, where they were drawn, their distributions float32 [R, num_tokens, V]."""
         shape, head = self.model.shape, self.model.markov_head
@@ -122,15 +125,7 @@ class DSparkProposer(AnyProposer):
         rows_TH = hidden_RBH.flatten(0, 1)
         logits_RBV = self.target.compute_logits(rows_TH).unflatten(0, hidden_RBH.shape[:2])
         prepared_RBJ = head.prepare(rows_TH).unflatten(0, hidden_RBH.shape[:2])
-        state_RS, previous_R = hidden_TH.new_zeros(len(anchors_R), shape.rank), anchors_R
-        tokens, probs = [], []
-        for index in range(num_tokens):
-            state_RS, added_RV = head(state_RS, head.embed(previous_R), prepared_RBJ[:, index])
-            previous_R, probs_RV = sampler.draw(logits_RBV[:, index] + added_RV)
-            tokens.append(previous_R)
-            probs.append(probs_RV)
-        drawn = [each for each in probs if each is not None]
-        return torch.stack(tokens, dim=1), torch.stack(drawn, dim=1) if drawn else None
+        return draw_blocks(logits_RBV, prepared_RBJ, anchors_R, head.weights(), choice)
 
     def prepare_inputs_padded(
         self, common_attn_metadata: Any, spec_decode_metadata: Any, valid_sampled_tokens_count: torch.Tensor
@@ -156,35 +151,26 @@ class DSparkProposer(AnyProposer):
             )
 
 
-class Sampler:
-    """How the requests of a step draw their drafts: by their temperature and with their own generators."""
+def choice_of(metadata: Any, rows: list[int], num_tokens: int, probabilistic: bool) -> Choice:
+    """How requests draw their drafts: by their temperature, with their own generators, from what they may have.
 
-    def __init__(self, metadata: Any, rows: list[int], probabilistic: bool) -> None:
-        forbidden_RV = metadata.allowed_token_ids_mask
-        self.forbidden_RV = None if forbidden_RV is None else forbidden_RV[rows]
-        self.is_greedy = metadata.all_greedy or not probabilistic
-        if self.is_greedy:
-            return
-        temperature_R = metadata.temperature[rows]
-        # vLLM's own bound of what counts as greedy.
-        self.greedy_R = temperature_R < 1e-5
-        self.temperature_R1 = torch.where(self.greedy_R, 1.0, temperature_R)[:, None]
-        self.generators = [(place, metadata.generators.get(row)) for place, row in enumerate(rows)]
+    Of what bends a target's distribution only temperature and allowed tokens bend the draft's; the rest costs
+    acceptance alone.
 
-    def draw(self, logits_RV: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A token per request, int64 [R], and the distributions they were drawn from, None if all are the likeliest.
-
-        The rows of greedy requests in the second are not used: their drafts are verified by comparison. Of what bends a
-        target's distribution only temperature and allowed tokens bend the draft's; the rest costs acceptance alone.
-        """
-        if self.forbidden_RV is not None:
-            logits_RV = logits_RV.masked_fill(self.forbidden_RV, float("-inf"))
-        if self.is_greedy:
-            return logits_RV.argmax(-1), None
-        probs_RV = (logits_RV / self.temperature_R1).softmax(-1)
-        noise_RV = torch.empty_like(probs_RV).exponential_()
-        for place, generator in self.generators:
-            if generator is not None:
-                noise_RV[place].exponential_(generator=generator)
-        drawn_R = (probs_RV / noise_RV).argmax(-1)
-        return torch.where(self.greedy_R, logits_RV.argmax(-1), drawn_R), probs_RV
+    Args:
+        metadata: vLLM's, of the whole batch.
+        rows: requests of the batch that draft.
+        num_tokens: per request.
+        probabilistic: otherwise all take the likeliest, as greedy requests always do.
+    """
+    forbidden_RV = metadata.allowed_token_ids_mask
+    forbidden_RV = None if forbidden_RV is None else forbidden_RV[rows]
+    if metadata.all_greedy or not probabilistic:
+        return Choice(torch.zeros(len(rows)), None, forbidden_RV)
+    # One number per token; noise for a whole vocabulary, as vLLM draws it, took a third of a draft's time.
+    uniform_RB = torch.rand(len(rows), num_tokens, dtype=torch.float64)
+    for place, row in enumerate(rows):
+        if row in metadata.generators:
+            uniform_RB[place].uniform_(generator=metadata.generators[row])
+    # vLLM keeps 0 for all that it counts as greedy.
+    return Choice(metadata.temperature[rows].float(), uniform_RB, forbidden_RV)

@@ -72,8 +72,8 @@ def watched(monkeypatch: Any) -> Iterator[list[Drafted]]:
         hidden.append(compute(self, *arguments))
         return hidden[-1]
 
-    def spy(self: Any, anchors: torch.Tensor, blocks: Any, num_tokens: int, sampler: Any) -> Any:
-        result = draft(self, anchors, blocks, num_tokens, sampler)
+    def spy(self: Any, anchors: torch.Tensor, blocks: Any, num_tokens: int, choice: Any) -> Any:
+        result = draft(self, anchors, blocks, num_tokens, choice)
         unfinished = self.runner.discard_request_mask.np
         rows = [row for row in range(self.runner.input_batch.num_reqs) if not unfinished[row]]
         states = hidden.pop().unflatten(0, (len(rows), -1))
@@ -94,7 +94,7 @@ def drafts(monkeypatch: Any, tokens: Callable[[str, int], Sequence[int]]) -> Ite
     """Engines draft `tokens(request, length of its context)` as if certain, whatever the draft model says."""
     from rollout.plugin.proposer import DSparkProposer
 
-    def draft(self: Any, anchors: torch.Tensor, blocks: Any, num_tokens: int, sampler: Any) -> Any:
+    def draft(self: Any, anchors: torch.Tensor, blocks: Any, num_tokens: int, choice: Any) -> Any:
         unfinished = self.runner.discard_request_mask.np
         rows = [row for row in range(self.runner.input_batch.num_reqs) if not unfinished[row]]
         ids = [self.runner.input_batch.req_ids[row] for row in rows]

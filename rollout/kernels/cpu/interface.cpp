@@ -9,6 +9,7 @@
 //
 // C interface: sizes are int64, `half` says that weights or caches are bfloat16.
 #include "attention.h"
+#include "draft.h"
 #include "experts.h"
 #include "short_conv.h"
 
@@ -76,6 +77,21 @@ void ink_store_kv(const float* k, const float* v, void* cache, const Batch* b, i
 void ink_attention(const Attention* a, const void* cache, const Batch* b, int64_t half) {
   if (half) attention(*a, (const bf16*)cache, *b);
   else attention(*a, (const float*)cache, *b);
+}
+
+void ink_norm_rotate(float* x, const float* weight, const float* cos, const float* sin, int64_t T, int64_t N, int64_t D,
+                     float eps) {
+  norm_rotate(x, weight, cos, sin, T, N, D, eps);
+}
+
+void ink_draft_attention(const DraftAttention* a, const void* cache, int64_t half) {
+  if (half) draft_attention(*a, (const bf16*)cache);
+  else draft_attention(*a, (const float*)cache);
+}
+
+void ink_draft_block(const DraftBlock* b, const void* w1, const void* joint, const void* w2, int64_t half) {
+  if (half) draft_block(*b, (const bf16*)w1, (const bf16*)joint, (const bf16*)w2);
+  else draft_block(*b, (const float*)w1, (const float*)joint, (const float*)w2);
 }
 
 void ink_experts(const Experts* e, const void* gate_up, const void* down, int64_t half) {
