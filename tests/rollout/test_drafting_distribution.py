@@ -1,23 +1,29 @@
 """Sampled output of a real engine with a draft against the exact distribution, by chi-square.
 
-Eight tokens are allowed, so that the distribution of the fourth token is a sum over 512 prefixes of the transformers
-model. The draft is random: it is often wrong, and what it gets wrong must be made good by the residual.
+Eight or ten tokens are allowed, so that the distribution of the fourth token is a sum over 512 or 1,000 prefixes of the
+transformers model. The random draft is often wrong, and what it gets wrong must be made good by the residual; the
+shipped one is often right, and what it gets right must not come too often.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+from inkling_rl.checkpoint.reader import resolve
 from rollout.plugin import rejection
+from tests.benchmarks.drafting_speed import prompts
 from tests.rollout.drafting import chi_square, speculative
-from tests.rollout.engines import completion_of, engine, random_prompts
+from tests.rollout.engines import completion_of, engine, oracle, random_prompts
 
-ALLOWED = list(range(40, 48))
+ALLOWED = tuple(range(40, 48))
+DIGITS = tuple(range(48, 58))
+"""The shipped model's tokens below 256 are bytes."""
+
 TESTED = (2, 4)
 """Which generated tokens are looked at."""
 
@@ -25,9 +31,9 @@ LEVEL = 0.01
 PREFIXES = random_prompts((12, 40), seed=20)
 
 
-def marginals(model: Any, prefix: list[int], temperature: float) -> list[torch.Tensor]:
-    """Exact distribution over ALLOWED of the generated tokens 1 to 4."""
-    allowed = torch.tensor(ALLOWED)
+def marginals(model: Any, prefix: list[int], temperature: float, tokens: Sequence[int]) -> list[torch.Tensor]:
+    """Exact distribution over the allowed tokens of the generated tokens 1 to 4."""
+    allowed = torch.tensor(tokens)
     paths, weights = torch.zeros(1, 0, dtype=torch.int64), torch.ones(1, dtype=torch.float64)
     found = []
     for _ in range(max(TESTED)):
@@ -36,24 +42,24 @@ def marginals(model: Any, prefix: list[int], temperature: float) -> list[torch.T
             logits = model(rows, use_cache=False).logits[:, -1, allowed]
         joint = weights[:, None] * (logits.double() / temperature).softmax(-1)
         found.append(joint.sum(0))
-        paths = torch.cat([paths.repeat_interleave(len(ALLOWED), 0), allowed.repeat(len(paths))[:, None]], dim=1)
+        paths = torch.cat([paths.repeat_interleave(len(tokens), 0), allowed.repeat(len(paths))[:, None]], dim=1)
         weights = joint.flatten()
     return found
 
 
-def counts(llm: Any, prefix: list[int], temperature: float, number: int) -> list[torch.Tensor]:
+def counts(llm: Any, prefix: list[int], temperature: float, number: int, tokens: Sequence[int]) -> list[torch.Tensor]:
     """How often each allowed token came as the generated tokens 1 to 4."""
     from vllm import SamplingParams
 
     params = SamplingParams(
-        max_tokens=6, temperature=temperature, ignore_eos=True, detokenize=False, allowed_token_ids=ALLOWED
+        max_tokens=6, temperature=temperature, ignore_eos=True, detokenize=False, allowed_token_ids=list(tokens)
     )
-    found = torch.zeros(max(TESTED), len(ALLOWED), dtype=torch.int64)
+    found = torch.zeros(max(TESTED), len(tokens), dtype=torch.int64)
     for first in range(0, number, 5000):
         inputs = [{"prompt_token_ids": prefix}] * min(5000, number - first)
         outputs = llm.generate(inputs, params, use_tqdm=False)
-        drawn = torch.tensor([completion_of(output)[: max(TESTED)] for output in outputs]).T - ALLOWED[0]
-        found += torch.stack([torch.bincount(row, minlength=len(ALLOWED)) for row in drawn])
+        drawn = torch.tensor([completion_of(output)[: max(TESTED)] for output in outputs]).T - tokens[0]
+        found += torch.stack([torch.bincount(row, minlength=len(tokens)) for row in drawn])
     return list(found)
 
 
@@ -93,8 +99,11 @@ def llm(tiny_checkpoint: Path) -> Iterator[Any]:
         yield llm
 
 
-def p_values(llm: Any, model: Any, prefix: list[int], temperature: float, number: int) -> list[float]:
-    exact, found = marginals(model, prefix, temperature), counts(llm, prefix, temperature, number)
+def p_values(
+    llm: Any, model: Any, prefix: list[int], temperature: float, number: int, tokens: Sequence[int] = ALLOWED
+) -> list[float]:
+    exact = marginals(model, prefix, temperature, tokens)
+    found = counts(llm, prefix, temperature, number, tokens)
     return [chi_square(found[place - 1], exact[place - 1]) for place in TESTED]
 
 
@@ -125,3 +134,17 @@ def test_a_hundred_thousand_draws(
     kinds = Kinds().watch(monkeypatch)
     assert min(p_values(llm, tiny_oracle, PREFIXES[prefix], temperature, number)) > LEVEL / num_tests
     assert min(kinds.accepted, kinds.recovered, kinds.bonus) > number // 10
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_a_hundred_thousand_draws_with_the_shipped_draft(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = resolve("builtin:tiny-arithmetic")
+    [prefix] = prompts(str(path), 1)
+    arguments = {"max_model_len": 64, "max_num_seqs": 256, "max_num_batched_tokens": 4096}
+    with engine(path, **arguments, speculative_config=speculative(path)) as llm:
+        kinds = Kinds().watch(monkeypatch)
+        found = p_values(llm, oracle(path), prefix, temperature, 100_000, DIGITS)
+    assert min(found) > LEVEL / (2 * len(TESTED))
+    assert min(kinds.accepted, kinds.recovered) > 10_000
