@@ -29,6 +29,7 @@ import torch
 from inkling_rl.native import KERNELS_ENV
 from rollout.kernels import expert_trials, fallback
 from rollout.kernels.expert_trials import EXPERT_TRIALS
+from rollout.kernels.served import SERVED
 from rollout.kernels.trials import TRIALS, Sizes, Trial, moved, worst_error
 
 __all__ = ["FALLBACKS", "KernelError", "Kernels", "Sizes", "load"]
@@ -228,11 +229,16 @@ def _compile(used: list[str], device: torch.device, sizes: Sizes) -> None:
 
 
 def _call_all(name: str, device: torch.device, sizes: Sizes) -> None:
-    """All calls of a kernel's trials, one trial's arguments at a time. What is wrong the trial itself finds."""
+    """All calls of a kernel's trials, one trial's arguments at a time, and those that differ for the compiler alone.
+
+    What is wrong with them the trial itself finds.
+    """
     with suppress(Exception), _plain_defaults():
         kernel = _triton(name)
         for trial in _TRIALS[name](sizes):
             trial.call(kernel, trial.to(device))
+        for call in SERVED.get(name, lambda *_: ())(kernel, sizes, device):
+            call()
 
 
 def _try(name: str, device: torch.device, sizes: Sizes) -> tuple[Callable[..., Any] | None, str | None]:

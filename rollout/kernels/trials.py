@@ -78,6 +78,9 @@ class Sizes:
     max_tokens: int = 8192
     """Of a step."""
 
+    max_requests: int = 16
+    """Of a step."""
+
     @property
     def few(self) -> tuple[int, ...]:
         """Rows of a trial of each of them: up to 8, up to 16 and up to 32."""
@@ -231,10 +234,12 @@ def _project(sizes: Sizes) -> Iterator[Trial]:
 
 
 def _softcap_logits(sizes: Sizes) -> Iterator[Trial]:
-    # Of more than one block, and far fewer than a vocabulary: it is no constant of the kernel.
-    draw = _Draw()
-    x, weight = draw(9, sizes.hidden, dtype=sizes.dtype), draw(2500, sizes.hidden, dtype=sizes.dtype)
-    yield Trial("9 tokens", (x, weight, 30.0, 2600), LIMITS[sizes.dtype])
+    # Of more than one block, and far fewer than a vocabulary: all of it that is a constant of the kernel is whether it
+    # is a multiple of 16, and whether it is one when padded.
+    for size, padded in ((2500, 2600), (2500, 2608), (2512, 2608)):
+        draw = _Draw()
+        x, weight = draw(9, sizes.hidden, dtype=sizes.dtype), draw(size, sizes.hidden, dtype=sizes.dtype)
+        yield Trial(f"9 tokens, {size} of {padded}", (x, weight, 30.0, padded), LIMITS[sizes.dtype])
 
 
 def _skinny_inputs(sizes: Sizes) -> Iterator[Trial]:

@@ -38,8 +38,10 @@ from rollout.kernels.triton_merge import line_of_work, merge_kernel, visible
 MAX_QUERIES = 8
 # Query rows of one key/value head in a tile: per key/value head, query heads times query tokens.
 MAX_ROWS = 64
-# Lengths are read as one vector by every program.
-MAX_REQUESTS = 4096
+# Lengths are read as one vector by every program. Few sizes of it, for each is a kernel to compile; up to 128 a thread
+# has one at the most.
+BATCHES = (16, 128, 1024, 4096)
+MAX_REQUESTS = BATCHES[-1]
 # About one wave of an H200: rows times query heads up to which the merge takes one program for each.
 MERGE_PROGRAMS = 2048
 _LOG2_E = tl.constexpr(units.LOG2_E)
@@ -111,13 +113,11 @@ def attention(
     if programs is None:
         programs = tiles.per_multiprocessor * _multiprocessors(q_TC.device)
     pieces, sums = buffers(q_TC, programs + requests * kv_heads, max_queries * group, head_dim)
-    # Pieces of a pair when all requests are as long; others take more than one turn.
-    chunk = triton.next_power_of_2(programs // (requests * kv_heads) + 2)
     alpha, floor = log_scaling or (0.0, 1)
     shape = {
         "KV_HEADS": kv_heads, "GROUP": group, "HEAD_DIM": head_dim, "MAX_QUERIES": max_queries,
         "WINDOW": window or 0, "TILE": tiles.tile, "PAGE": kv_BKNC.shape[2],
-        "BATCH": max(16, triton.next_power_of_2(requests)),
+        "BATCH": _batch(requests),
     }  # fmt: skip
     options = {"launch_pdl": True} if early_merge else {}
     _decode_kernel[(programs,)](
@@ -128,15 +128,44 @@ def attention(
         LOG_SCALING=log_scaling is not None and q_scale_ND is not None, MODE=_mode(kv_BKNC.dtype), EARLY=early_merge,
         **shape, num_warps=tiles.warps, num_stages=tiles.stages, **options,
     )  # fmt: skip
-    # Few rows: a program for every head. Many: one for the heads that share a key/value head, few pieces at a time.
-    heads = 1 if q_TC.shape[0] * num_heads <= MERGE_PROGRAMS else triton.next_power_of_2(group)
+    chunk, heads = _merge_shape(requests, q_TC.shape[0], num_heads, kv_heads, programs)
     merge_kernel[(q_TC.shape[0], num_heads if heads == 1 else kv_heads)](
         pieces, sums, sink_TN, gate_TC, out_TC, batch.query_start, batch.seq_lens,
         requests, programs, sink_TN.stride(0), gate_TC.stride(0), **shape,
-        CHUNK=max(4, min(chunk, 64 // heads)), HEADS=heads, EARLY=early_merge, num_warps=4,
-        **options,
+        CHUNK=chunk, HEADS=heads, EARLY=early_merge, num_warps=4, **options,
     )  # fmt: skip
     return out_TC
+
+
+def _batch(requests: int) -> int:
+    return next(size for size in BATCHES if requests <= size)
+
+
+def _merge_shape(requests: int, rows: int, num_heads: int, kv_heads: int, programs: int) -> tuple[int, int]:
+    """Pieces that the merge takes at a time, and query heads of its programs.
+
+    Few rows: a program for every head. Many: one for the heads that share a key/value head, few pieces at a time. As
+    many pieces as a pair has when all requests are as long; others take more than one turn.
+    """
+    heads = 1 if rows * num_heads <= MERGE_PROGRAMS else triton.next_power_of_2(num_heads // kv_heads)
+    pieces = triton.next_power_of_2(programs // (requests * kv_heads) + 2)
+    return max(4, min(pieces, 64 // heads)), heads
+
+
+def distinct_batches(
+    most_requests: int, max_queries: int, num_heads: int, kv_heads: int, dtype: torch.dtype, device: torch.device
+) -> tuple[int, list[tuple[int, int]]]:
+    """Programs of a launch, and for each compilation of the two kernels numbers of requests and rows that come to it.
+
+    Of all steps of up to so many requests, which have up to `max_queries` rows each; `dtype` is that of pages.
+    """
+    tiles = choose_tiles(_tile_rows(max_queries * num_heads // kv_heads), dtype)
+    programs, found = tiles.per_multiprocessor * _multiprocessors(device), dict[tuple[int, int, int], tuple[int, int]]()
+    for requests in range(1, most_requests + 1):
+        for rows in (requests, requests * max_queries):
+            shape = _batch(requests), *_merge_shape(requests, rows, num_heads, kv_heads, programs)
+            found.setdefault(shape, (requests, rows))
+    return programs, list(found.values())
 
 
 def buffers(like: torch.Tensor, pieces: int, lines: int, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -15,6 +15,8 @@ import triton
 import triton.language as tl
 
 MAX_PAIRS, WARPS = 2048, 4
+BLOCK_SIZES = (8, 16, 32, 48, 64)
+"""Of Marlin."""
 
 
 class Blocks(NamedTuple):
@@ -28,6 +30,11 @@ class Blocks(NamedTuple):
 
     num_rows: torch.Tensor
     """How much of `rows` is used, [1]."""
+
+
+def block_size(num_pairs: int, num_experts: int) -> int:
+    """Rows of a block: little padding and, for many tokens, few loads of an expert; vLLM's own rule."""
+    return next((size for size in BLOCK_SIZES if num_pairs / num_experts / size < 0.9), BLOCK_SIZES[-1])
 
 
 def single_token(top_k: int, block_size: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
@@ -45,13 +52,18 @@ def align(experts_TK: torch.Tensor, num_experts: int, block_size: int) -> Blocks
     num_blocks = triton.cdiv(most, block_size)
     new = lambda size: torch.empty(size, dtype=torch.int32, device=experts_TK.device)
     blocks = Blocks(new(num_blocks * block_size), new(num_blocks), new(1))
-    tile = max(128, triton.next_power_of_2(pairs))
+    tile = tile_of(pairs)
     with torch.cuda.device_of(experts_TK):
         _align_kernel[(num_experts,)](
             experts_TK, *blocks, pairs, num_experts, max(32, triton.next_power_of_2(num_experts + 1)), tile,
             block_size, triton.next_power_of_2(block_size), num_warps=WARPS,
         )  # fmt: skip
     return blocks
+
+
+def tile_of(pairs: int) -> int:
+    """Pairs that a program compares at once."""
+    return max(128, triton.next_power_of_2(pairs))
 
 
 @triton.jit(do_not_specialize=["pairs"])

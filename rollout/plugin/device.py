@@ -16,7 +16,7 @@ import torch
 from vllm.platforms import current_platform
 
 from rollout.kernels.trials import AttentionSizes, Sizes
-from rollout.plugin.paging import DECODE_QUERIES, CacheOwner, state_dtype
+from rollout.plugin.paging import DECODE_QUERIES, CacheOwner, decode_counts, state_dtype
 from rollout.plugin.shape import AttentionShape, EngineError, ModelShape
 
 logger = logging.getLogger(__name__)
@@ -130,8 +130,8 @@ def kernel_sizes(vllm_config: Any, shape: ModelShape) -> Sizes:
         # Others are dense, see `rollout.plugin.experts`.
         expert_formats=tuple(sorted(set(shape.expert_formats) - {"bf16"})) if dtype == torch.bfloat16 else (),
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
-        # Decoding, and the most rows that decode attention is given: what lies between differs in the size of a tile.
-        max_queries=(1, DECODE_QUERIES),
+        max_requests=vllm_config.scheduler_config.max_num_seqs,
+        max_queries=decode_counts(vllm_config),
     )
 
 

@@ -30,14 +30,13 @@ from inkling_rl.formats import ExpertFormat, marlin
 from inkling_rl.formats.errors import FormatError
 from inkling_rl.formats.marlin_layout import check_sizes
 from rollout.kernels.triton_activation import expert_activation
-from rollout.kernels.triton_moe_align import MAX_PAIRS, Blocks, align, single_token
+from rollout.kernels.triton_moe_align import BLOCK_SIZES, MAX_PAIRS, Blocks, align, block_size, single_token
 from rollout.kernels.triton_moe_sum import weighted_sum
 from rollout.plugin.shape import ModelShape
 
 if TYPE_CHECKING:
     from rollout.kernels.cuda import Kernels
 
-BLOCK_SIZES = (8, 16, 32, 48, 64)
 WEIGHT_TYPES: dict[ExpertFormat, Any] = {"nvfp4": scalar_types.float4_e2m1f, "mxfp8": scalar_types.float8_e4m3fn}
 
 
@@ -76,11 +75,6 @@ def standing(device: torch.device, top_k: int) -> Standing:
         # What is made during a capture holds its values in that graph only.
         _STANDING[key] = made
     return made
-
-
-def block_size(num_pairs: int, num_experts: int) -> int:
-    """Rows of a block: little padding and, for many tokens, few loads of an expert; vLLM's own rule."""
-    return next((size for size in BLOCK_SIZES if num_pairs / num_experts / size < 0.9), BLOCK_SIZES[-1])
 
 
 class MarlinExperts(nn.Module):

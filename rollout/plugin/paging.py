@@ -63,41 +63,53 @@ class PagedMetadataBuilder(AttentionMetadataBuilder[PagedMetadata]):
         self, kv_cache_spec: Any, layer_names: list[str], vllm_config: VllmConfig, device: torch.device
     ) -> None:
         super().__init__(kv_cache_spec, layer_names, vllm_config, device)
+        self.counts = decode_counts(vllm_config)
 
     # vLLM calls this by keyword: the parameter names are part of the interface.
     def build(self, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedMetadata:
         common = common_attn_metadata
         batch = PagedBatch(common.query_start_loc, common.seq_lens, common.block_table_tensor, common.slot_mapping)
         return (
-            divide(batch, common.query_start_loc_cpu, common.max_query_len)
+            divide(batch, common.query_start_loc_cpu, common.max_query_len, self.counts)
             if self.device.type == "cuda"
             else (PagedMetadata(batch))
         )
 
 
-def divide(batch: PagedBatch, query_start: torch.Tensor, longest: int) -> PagedMetadata:
+def decode_counts(vllm_config: Any) -> tuple[int, ...]:
+    """Rows per request that decode attention is compiled for: a token, a verified draft with the token before, all."""
+    drafts = vllm_config.speculative_config
+    verified = {_ceil_power_of_two(drafts.num_speculative_tokens + 1)} if drafts is not None else set()
+    return tuple(sorted({1, DECODE_QUERIES} | {rows for rows in verified if rows < DECODE_QUERIES}))
+
+
+def divide(
+    batch: PagedBatch, query_start: torch.Tensor, longest: int, counts: tuple[int, ...] = (1, DECODE_QUERIES)
+) -> PagedMetadata:
     """Requests of few rows for the decode kernel, and those after the first longer one for the prefill kernel.
 
     vLLM's V2 runner sorts a batch by rows per request, so this is all of them in either, unless drafts of more than 7
-    tokens come first: then the prefill kernel takes all. Counts of rows are rounded up to powers of two, because every
-    count is a kernel to compile.
+    tokens come first: then the prefill kernel takes all. Counts of rows are rounded up to one of `counts`, because each
+    is a kernel to compile.
 
     Args:
         batch: of the step.
         query_start: the batch's, on the host.
         longest: rows of the longest request that the step, or a graph captured with it, may have.
+        counts: ascending, see `decode_counts`.
     """
+    rounded = lambda rows: next(count for count in counts if rows <= count)
     if longest <= DECODE_QUERIES:
-        return PagedMetadata(batch, len(query_start) - 1, int(query_start[-1]), _ceil_power_of_two(longest))
+        return PagedMetadata(batch, len(query_start) - 1, int(query_start[-1]), rounded(longest))
     rows = query_start.diff()
     long = (rows > DECODE_QUERIES).nonzero()
     if len(long) == 0:
-        return PagedMetadata(batch, len(rows), int(query_start[-1]), _ceil_power_of_two(int(rows.max())))
+        return PagedMetadata(batch, len(rows), int(query_start[-1]), rounded(int(rows.max())))
     first = int(long[0])
     start = int(query_start[first])
     starts = batch.query_start[first:] - start if start else batch.query_start[first:]
     prefill = PagedBatch(starts, batch.seq_lens[first:], batch.block_table[first:], batch.slots[start:])
-    queries = _ceil_power_of_two(int(rows[:first].max())) if first else 0
+    queries = rounded(int(rows[:first].max())) if first else 0
     return PagedMetadata(batch, first, start, queries, prefill)
 
 

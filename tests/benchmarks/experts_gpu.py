@@ -23,11 +23,12 @@ from inkling_rl.formats import ExpertFormat
 from rollout.kernels.grouped_product import TILES as WGMMA_TILES
 from rollout.kernels.grouped_product import Tile as WgmmaTile
 from rollout.kernels.grouped_product import grouped_product, tile_for
+from rollout.kernels.triton_moe_align import block_size
 from rollout.kernels.triton_moe_sum import weighted_sum
 from rollout.kernels.triton_router import route
 from rollout.plugin import marlin_experts
 from rollout.plugin.experts import SparseMoe
-from rollout.plugin.marlin_experts import WEIGHT_TYPES, MarlinExperts, Tile, block_size, blocks_of, standing
+from rollout.plugin.marlin_experts import WEIGHT_TYPES, MarlinExperts, Tile, blocks_of, standing
 from tests.gpu.expert_cases import dummy_moe, inputs, kernels, relative_error
 from tests.gpu.wgmma_ahead import compile_products, of_layer
 

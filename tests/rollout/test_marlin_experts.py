@@ -24,9 +24,10 @@ from inkling_rl.formats.errors import FormatError
 from rollout.kernels import reference
 from rollout.kernels.cuda import FALLBACKS
 from rollout.kernels.fallback import Blocks
+from rollout.kernels.triton_moe_align import block_size
 from rollout.plugin import dummy, loader, marlin_experts
 from rollout.plugin.experts import Experts, SparseMoe
-from rollout.plugin.marlin_experts import MarlinExperts, block_size
+from rollout.plugin.marlin_experts import MarlinExperts
 from rollout.plugin.shape import ModelShape
 from tests.rollout.engines import engine, engine_logprobs, generate, random_prompts
 
