@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
+import subprocess
+import sys
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -214,6 +217,27 @@ def test_a_draft_on_disk_is_measured(job: Job) -> None:
     assert len(worth(2).acceptance) == 2 and 1 <= worth(2).tokens_per_step <= 3
     with pytest.raises(CheckpointError, match="num_tokens must be 1 to 7"):
         worth(8)
+
+
+def test_the_commands_do_what_their_options_say(job: Job, tmp_path: Path) -> None:
+    def run(*arguments: str) -> str:
+        command = [sys.executable, "-m", "inkling_rl.cli", "draft", *arguments]
+        result = subprocess.run(command, capture_output=True, text=True, check=False)
+        assert result.returncode == 0, result.stderr
+        return result.stdout
+
+    shown = run(
+        "train", job.checkpoint, "--data", job.data, "--out", str(job.out), "--fresh", "--num-epochs", "1",
+        "--batch-size", "6", "--micro-batch-size", "2", "--learning-rate", "1e-3", "--max-anchors", "2", "--seed", "3",
+    )  # fmt: skip
+    assert "result:" in shown.splitlines()[-1] and "version 1" in shown
+    training = json.loads((job.out / MANIFEST_FILE).read_text())["training"]
+    plan = training["plan"]
+    assert (plan["batch_size"], plan["micro_batch_size"], plan["max_anchors"], plan["seed"]) == (6, 2, 2, 3)
+    assert plan["coefficients"] == {"cross_entropy": 0.1, "distance": 0.9, "confidence": 1.0}
+    assert training["num_steps"] == round(training["num_completions"] / 6)
+    shown = run("measure", job.checkpoint, "--draft", str(job.out), "--data", job.data, "--num-tokens", "2")
+    assert re.match(r"[12]\.\d{3} tokens per verification step, acceptance by position 0\.\d{3} 0\.\d{3}\n", shown)
 
 
 BAD_DATA = {
