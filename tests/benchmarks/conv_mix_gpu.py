@@ -25,13 +25,13 @@ import torch
 import torch.nn.functional as F
 import triton
 
-from rollout.kernels import composed, reference, triton_activation, triton_conv_mix, triton_preparation, triton_router
+from rollout.kernels import composed, reference, triton_activation, triton_router
+from rollout.kernels.compile_ahead import compile_ahead
 from rollout.kernels.triton_conv_mix import Tile, conv_mix
 from rollout.kernels.triton_preparation import prepare
 from rollout.kernels.triton_router import route
-from rollout.kernels.triton_taps import _sources_kernel, tap_sources
+from rollout.kernels.triton_taps import tap_sources
 from rollout.kernels.units import mixture_dtype
-from tests.gpu.compile_ahead import compile_ahead
 from tests.rollout import around_attention_cases as cases
 
 BF16 = torch.bfloat16
@@ -39,11 +39,6 @@ HIDDEN, EXPERTS, TOP_K, WIDTH, PAGE = 4608, 384, 8, 2304, 32
 HEADS, KV_HEADS, DIM, REL_DIM = 48, 8, 128, 16
 FEW = 256
 """Up to so many rows are a decode step, with more they are one prompt."""
-KERNELS = (
-    triton_conv_mix._conv_mix_kernel, triton_conv_mix._early_kernel, _sources_kernel,
-    triton_preparation._prepare_kernel, triton_router._logits_kernel, triton_router._segment_kernel,
-    triton_router._choose_kernel, triton_activation._activation_kernel,
-)  # fmt: skip
 ALTERNATIVE_SECONDS = 75.0
 
 # Those of one block and number of warps give the same bits.
@@ -305,7 +300,7 @@ def main() -> None:
     print(f"copy {bandwidth:,.0f} GB/s; a launch of next to nothing in a graph {floor:.1f} us", flush=True)
     works = [work for name in options.only.split(",") for work in WORKS[name](options.sweep)]
     made = time.monotonic()
-    compile_ahead(KERNELS, [run for work in works for run in work.runs[:1]])
+    compile_ahead([run for work in works for run in work.runs[:1]])
     print(f"inputs {made - began:.0f} s, compiled in {time.monotonic() - made:.0f} s", flush=True)
     print(f"{'us':34}{'rows':>7}{'bound':>9}{'time':>9}{'of it':>6}{'wanted':>8}{'error':>10}", flush=True)
     times = [measure(work, bandwidth) for work in works]

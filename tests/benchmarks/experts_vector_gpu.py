@@ -19,12 +19,12 @@ import torch
 
 from inkling_rl.formats import ExpertFormat
 from rollout.kernels import triton_moe_vector
+from rollout.kernels.compile_ahead import compile_ahead
 from rollout.kernels.triton_moe_vector import SHAPES, Shape
 from rollout.kernels.triton_router import route
 from rollout.plugin.experts import SparseMoe
 from rollout.plugin.marlin_experts import MarlinExperts
 from tests.benchmarks.experts_gpu import SIZE, microseconds
-from tests.gpu.compile_ahead import compile_ahead
 from tests.gpu.expert_cases import dummy_moe, inputs, relative_error
 
 BYTES_PER_US = 4283e3
@@ -121,7 +121,7 @@ def main() -> None:
         if arguments.sweep:
             calls += [partial(first.vector, up=up) for up in UP[expert_format]]
             calls += [partial(first.vector, down=down) for down in DOWN[expert_format]]
-        compile_ahead([triton_moe_vector._expert_up_kernel, triton_moe_vector._expert_down_kernel], calls)
+        compile_ahead(calls)
         for count in rows:
             measure(steps[count], f"{expert_format} {count:2} rows", not arguments.alone)
         for count in sorted({rows[0], rows[-1]}) if arguments.sweep else ():

@@ -21,15 +21,14 @@ import torch.nn.functional as F
 import triton
 
 from rollout.kernels import triton_linear, triton_skinny, triton_softcap
+from rollout.kernels.compile_ahead import compile_ahead
 from rollout.kernels.triton_skinny import Tile
 from tests.benchmarks.conv_mix_gpu import copy_bandwidth, microseconds
-from tests.gpu.compile_ahead import compile_ahead
 
 BF16 = torch.bfloat16
 HIDDEN, WIDTH, OTHERS, KEYS, SINKS, TAPS = 4608, 6144, 15104, 1024, 48, 32
 VOCABULARY, PADDED = 200_058, 201_024
 TURNS = {"sliding": 4, "full": 4, "output": 8, "logits": 1}
-KERNELS = (triton_skinny._skinny_kernel, triton_linear._project_kernel, triton_softcap._softcap_kernel)
 
 # Beside the one in use: up to 8 rows, up to 16, up to 32.
 TILES = {
@@ -145,7 +144,7 @@ def main() -> None:
     bandwidth = copy_bandwidth()
     print(f"{torch.cuda.get_device_name()}, triton {triton.__version__}; copy {bandwidth:,.0f} GB/s", flush=True)
     ready = time.monotonic()
-    compile_ahead(KERNELS, [partial(row.run, row.inputs, made[row.kind][0]) for row in rows])
+    compile_ahead([partial(row.run, row.inputs, made[row.kind][0]) for row in rows])
     print(f"inputs {ready - began:.0f} s, compiled in {time.monotonic() - ready:.0f} s", flush=True)
     print(f"{'us':24}{'rows':>5}{'bound':>8}{'time':>8}{'of it':>6}{'error':>9}", flush=True)
     for row in rows:

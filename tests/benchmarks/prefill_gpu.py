@@ -26,9 +26,9 @@ import torch
 import triton
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-from rollout.kernels import gluon_persistent, gluon_prefill, triton_bias, triton_prefill
+from rollout.kernels import triton_prefill
+from rollout.kernels.compile_ahead import compile_ahead
 from rollout.kernels.prefill_tiles import Tiles
-from tests.gpu.compile_ahead import compile_ahead
 from tests.rollout.decode_cases import Case, Inputs, exact, make, relative_error
 
 BF16 = torch.bfloat16
@@ -66,10 +66,6 @@ VARIANTS = {
     "many, held, in turn": SPECIALIZED._replace(persistent=True, held=True, turns=True),
 }
 VARIED = ("8K, window 1024", "8K, full", "2K after 30K, window 1024", "2K after 30K, full", "16 prompts of 500, full")
-KERNELS = (
-    triton_bias._table_kernel, triton_prefill._prefill_kernel, gluon_prefill.prefill_kernel,
-    gluon_persistent.persistent_kernel,
-)  # fmt: skip
 ALTERNATIVE_SECONDS = 60.0
 
 
@@ -163,7 +159,7 @@ def replayed(run: Callable[[], object]) -> float:
 def compiled(names: tuple[str, ...], shapes: tuple[Tiles | None, ...]) -> None:
     """Compile what the rows take: one position of each row's layer will do."""
     cases = dict.fromkeys(replace(ROWS[name][0], step=((0, 1),)) for name in names)
-    compile_ahead(KERNELS, [partial(call, inputs, tiles) for inputs in map(make, cases) for tiles in shapes])
+    compile_ahead([partial(call, inputs, tiles) for inputs in map(make, cases) for tiles in shapes])
 
 
 def variants(names: tuple[str, ...], *, timed: bool) -> None:

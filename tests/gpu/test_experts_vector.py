@@ -18,9 +18,9 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from rollout.kernels import triton_moe_vector
+    from rollout.kernels.compile_ahead import compile_ahead
     from rollout.kernels.triton_moe_vector import Shape
     from tests.gpu import expert_cases as cases
-    from tests.gpu.compile_ahead import compile_ahead
     from tests.rollout import moe_vector_cases as vector_cases
 
 FORMATS: tuple[ExpertFormat, ...] = ("nvfp4", "mxfp8")
@@ -30,15 +30,11 @@ RELEASE = (16, 8, 4608, 2304)
 ROWS = (1, 3, 8)
 
 
-def kernels() -> list[object]:
-    return [triton_moe_vector._expert_up_kernel, triton_moe_vector._expert_down_kernel]
-
-
 @pytest.mark.parametrize("expert_format", FORMATS)
 def test_small_layers_equal_the_reference(expert_format: ExpertFormat) -> None:
     layers = [vector_cases.make_layer("cuda", expert_format, size) for size in SMALL]
     other = Shape(2, 4), Shape(2, 4, blocks=2)
-    compile_ahead(kernels(), (partial(launch, layer, *shapes) for layer in layers for shapes in ((None, None), other)))
+    compile_ahead(partial(launch, layer, *shapes) for layer in layers for shapes in ((None, None), other))
     for layer in layers:
         vector_cases.check(layer, 3, torch.float32, *other)
         for tokens in ROWS:
@@ -59,7 +55,7 @@ def test_the_sublayer_equals_the_reference_and_marlin(expert_format: ExpertForma
     weights, seen = cases.weights_of(moe), []
     moe.capture_fn = seen.append
     x = cases.inputs(1, moe, torch.bfloat16)
-    compile_ahead(kernels(), (partial(run_directly, moe, x, *moe._route(x), early=early) for early in (True, False)))
+    compile_ahead(partial(run_directly, moe, x, *moe._route(x), early=early) for early in (True, False))
     for rows in ROWS:
         x = cases.inputs(rows, moe, torch.bfloat16)
         moe.use(cases.kernels())

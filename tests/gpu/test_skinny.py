@@ -12,10 +12,10 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 if torch.cuda.is_available():
     from rollout.kernels import triton_skinny
-    from rollout.kernels.triton_conv_mix import _conv_mix_kernel, _early_kernel, conv_mix
-    from rollout.kernels.triton_router import _choose_kernel, _logits_kernel, _segment_kernel, route
+    from rollout.kernels.compile_ahead import compile_ahead
+    from rollout.kernels.triton_conv_mix import conv_mix
+    from rollout.kernels.triton_router import route
     from rollout.kernels.triton_taps import tap_sources
-    from tests.gpu.compile_ahead import compile_ahead
     from tests.rollout import around_attention_cases
     from tests.rollout import skinny_cases as cases
 
@@ -39,7 +39,7 @@ def compiled() -> None:
             lambda x=x: triton_skinny.linear(x[0], weight),
             lambda x=x: triton_skinny.softcap_logits(x[0], weight, 30.0, 128),
         ]
-    compile_ahead([triton_skinny._skinny_kernel], calls)
+    compile_ahead(calls)
 
 
 @pytest.mark.parametrize("rows", ROWS)
@@ -150,10 +150,7 @@ def test_a_step_of_kernels_that_all_start_early(rows: int, captured: bool) -> No
         "router": torch.randn(384, HIDDEN, device="cuda"), "sinks": torch.randn(48, HIDDEN, device="cuda"),
     }  # fmt: skip
     case = around_attention_cases.ConvMixCase(((100, 1),) * rows, HIDDEN, 3, 1, True, BF16, "cuda")
-    kernels = [triton_skinny._skinny_kernel, _conv_mix_kernel, _early_kernel, _choose_kernel, _logits_kernel]
-    compile_ahead(
-        [*kernels, _segment_kernel], [lambda early=early: chain(case, weights, early) for early in (False, True)]
-    )
+    compile_ahead([lambda early=early: chain(case, weights, early) for early in (False, True)])
     run = lambda: chain(case, weights, True)
     graph = torch.cuda.CUDAGraph()
     if captured:

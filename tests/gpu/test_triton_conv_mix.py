@@ -11,8 +11,8 @@ import torch
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
-    from rollout.kernels.triton_conv_mix import TILES, _conv_mix_kernel, _early_kernel
-    from tests.gpu.compile_ahead import compile_ahead
+    from rollout.kernels.compile_ahead import compile_ahead
+    from rollout.kernels.triton_conv_mix import TILES
     from tests.rollout import around_attention_cases as cases
 
 DTYPES = (torch.float32, torch.bfloat16)
@@ -41,7 +41,7 @@ def compiled() -> None:
         if dtype is torch.bfloat16 and queries == 1 and hidden != 2304:
             mixed = cases.ConvMixCase(((7, 1),), hidden, 2, 1, True, torch.float32, "cuda", torch.bfloat16)
             calls.append(partial(mixed.run, None))
-    compile_ahead([_conv_mix_kernel, _early_kernel], calls)
+    compile_ahead(calls)
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 4, 64])

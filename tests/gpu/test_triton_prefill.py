@@ -21,9 +21,9 @@ from tests.rollout.test_triton_prefill import CASES
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 if torch.cuda.is_available():
-    from rollout.kernels import gluon_persistent, gluon_prefill, triton_bias, triton_prefill
+    from rollout.kernels import triton_prefill
+    from rollout.kernels.compile_ahead import compile_ahead
     from rollout.kernels.prefill_tiles import Tiles
-    from tests.gpu.compile_ahead import compile_ahead
 
 BF16, F32 = torch.bfloat16, torch.float32
 # Queries, weights and values are rounded to bfloat16 (2^-9); float32 is exact products in float32.
@@ -64,13 +64,7 @@ def run(inputs: Inputs, **options: object) -> torch.Tensor:
 def compiled(calls: Iterable[Call]) -> list[Call]:
     """The calls, their kernels compiled."""
     calls = list(calls)
-    kernels = [
-        triton_bias._table_kernel, triton_prefill._prefill_kernel, gluon_prefill.prefill_kernel,
-        gluon_persistent.persistent_kernel,
-    ]  # fmt: skip
-    compile_ahead(
-        kernels, [partial(triton_prefill.attention, *inputs.arguments(), **options) for inputs, options in calls]
-    )
+    compile_ahead([partial(triton_prefill.attention, *inputs.arguments(), **options) for inputs, options in calls])
     return calls
 
 

@@ -10,10 +10,9 @@ import torch
 
 from inkling_rl.formats import ExpertFormat
 from inkling_rl.formats.marlin_layout import BITS, BLOCK_SIZES
-from rollout.kernels.gluon_experts import product_kernel
+from rollout.kernels.compile_ahead import compile_ahead
 from rollout.kernels.grouped_product import Tile, grouped_product
 from rollout.kernels.triton_moe_align import Blocks
-from tests.gpu.compile_ahead import compile_ahead
 
 
 class Product(NamedTuple):
@@ -33,7 +32,7 @@ def of_layer(expert_format: ExpertFormat, hidden: int, padded: int, top_k: int, 
 
 
 def compile_products(products: Iterable[Product]) -> None:
-    compile_ahead([product_kernel], [_call(product) for product in sorted(set(products))])
+    compile_ahead([_call(product) for product in sorted(set(products))])
 
 
 def _call(product: Product) -> partial[torch.Tensor]:
