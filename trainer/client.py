@@ -16,11 +16,13 @@ import time
 from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
+from functools import reduce
 from typing import Any
 
 import aiohttp
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
+from trainer.acceptance import DraftCounts
 from trainer.engine import BASE_MODEL_NAME, EngineError
 
 POLL_SECONDS = 0.5
@@ -147,6 +149,13 @@ class EngineClient(RemoteInferenceClient):
         """For every engine: adapter name -> directory it was loaded from."""
         answers = await asyncio.gather(*(self.request("GET", f"{url}/v1/models") for url in self.server_urls))
         return [{card["id"]: card["root"] for card in answer["data"] if card.get("parent")} for answer in answers]
+
+    async def draft_counts(self) -> DraftCounts:
+        """What all engines together have drafted and returned so far."""
+        texts = await asyncio.gather(
+            *(self.request("GET", f"{url}/metrics", is_json=False) for url in self.server_urls)
+        )
+        return reduce(DraftCounts.plus, (DraftCounts.parse(text.decode()) for text in texts))
 
     async def load_adapter(self, name: str, directory: str) -> None:
         """Loads an adapter into every engine under a name that was never used before."""

@@ -24,6 +24,7 @@ from skyrl.train.utils.callbacks import TrainingCallback
 from inkling_rl import metrics
 from inkling_rl.recipe import Recipe
 from inkling_rl.types import Publication
+from trainer.acceptance import DraftCounts
 from trainer.client import request_seed
 from trainer.dataset import Batches, Prompts
 from trainer.generator import Generator
@@ -84,6 +85,7 @@ class Loop(RayPPOTrainer):
         self._staged: Path | None = None
         self._is_first_batch = False  # whether the batch being trained on was sampled by the probe's first version
         self._mask: list[list[int]] = []
+        self.drafted = DraftCounts()
         super().__init__(train_dataset=train, eval_dataset=None, **skyrl)
         if heldout is not None:
             self.eval_dataloader = Batches(heldout.items, recipe.trainer.eval_batch_size, is_shuffled=False, seed=None)
@@ -119,7 +121,10 @@ class Loop(RayPPOTrainer):
         if self.recipe.sync.probe and publisher.probe is None:
             await publisher.start_probe(*await self._probe_sequences())
             self._is_first_batch = True
+        client, drafts = self.inference_engine_client, self.recipe.rollout.draft is not None
+        before = await client.draft_counts() if drafts else DraftCounts()
         output = await super().generate(input_batch)
+        self.drafted = (await client.draft_counts()).plus(before, -1) if drafts else before
         self._mask = [list(mask) for mask in output["loss_masks"]]
         self._record_rollout(self.generator.samples)
         return output
@@ -254,7 +259,7 @@ class StepRecord(TrainingCallback):
         logs = callback_input.logs
         publisher, publication = self.loop.dispatch.publisher, self.loop.dispatch.publication
         if callback_input.global_step > 0 and "timing/step" in logs:
-            logs |= step_metrics(logs)
+            logs |= step_metrics(logs) | self.loop.drafted.metrics()
             if publication is not None:
                 logs |= {metrics.SYNC_SECONDS: publication.seconds, metrics.SYNC_BYTES: publication.num_bytes}
             if publisher.last_result is not None:

@@ -13,7 +13,7 @@ import torch
 
 from inkling_rl import arithmetic
 from inkling_rl.checkpoint.reader import Checkpoint
-from inkling_rl.metrics import EVAL_GREEDY_SCORE, EVAL_SCORE
+from inkling_rl.metrics import ACCEPTANCE_AT, ACCEPTANCE_LENGTH, EVAL_GREEDY_SCORE, EVAL_SCORE
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -51,6 +51,17 @@ def test_engine_and_trainer_agree_in_bfloat16(tmp_path: Path) -> None:
     rows = train(tmp_path, *settings)
     assert rows[0]["policy_version"] == 0
     assert 0.0 < rows[0]["mismatch/abs_logprob_diff"] < 5e-3
+
+
+def test_drafted_rollouts_agree_with_the_trainer_and_say_how_well_they_are_drafted(tmp_path: Path) -> None:
+    rows = train(tmp_path, "rollout.draft.num_tokens=7", "trainer.num_steps=2", "data.eval=null", "trainer.seed=3")
+    assert rows[0]["mismatch/abs_logprob_diff"] < 1e-5
+    accepted = [[row[f"{ACCEPTANCE_AT}{position}"] for position in range(1, 8)] for row in rows[:2]]
+    for row, positions in zip(rows, accepted, strict=False):
+        assert 3.0 < row[ACCEPTANCE_LENGTH] < 8.0
+        assert positions[0] < 1.0 and positions == sorted(positions, reverse=True)
+        # vLLM also counts what follows a stop token.
+        assert 0.0 <= 1 + sum(positions) - row[ACCEPTANCE_LENGTH] < 1.0
 
 
 def test_rewards_that_say_nothing_teach_nothing(tmp_path: Path) -> None:
