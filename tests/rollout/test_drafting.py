@@ -33,8 +33,8 @@ def plain(tiny_checkpoint: Path) -> list[Any]:
 class Reference:
     """The slow draft on transformers' model."""
 
-    def __init__(self, path: Path, model: Any) -> None:
-        opened = DraftCheckpoint.open(path, Checkpoint.open(path).config)
+    def __init__(self, path: Path, model: Any, draft: Path | None = None) -> None:
+        opened = DraftCheckpoint.open(draft or path, Checkpoint.open(path).config)
         self.draft = ReferenceDraft(opened.shape, {name: value.float() for name, value in opened.tensors()})
         self.model = model
 
@@ -280,3 +280,40 @@ def test_two_hundred_prompts_in_every_mode(tiny_checkpoint: Path, tmp_path: Path
     small = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 74}
     with engine(tiny_checkpoint, **small, **drafting) as llm:
         assert largest_change(expected, generate(llm, prompts, max_tokens=40)) <= INVARIANCE
+
+
+@pytest.mark.parametrize("changes", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3, "num_key_value_heads": 4}])
+def test_drafts_of_other_shapes_than_the_targets(
+    tiny_checkpoint: Path,
+    tiny_oracle: Any,
+    plain: list[Any],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    changes: dict[str, int],
+) -> None:
+    """Fewer layers than groups of pages have owners, more, and wider pages than the target's."""
+    import json
+
+    from safetensors.torch import save_file
+
+    from inkling_rl.checkpoint import layout
+    from inkling_rl.draft.shape import PREFIX, as_release, standalone_config
+
+    config = standalone_config(Checkpoint.open(tiny_checkpoint).config) | changes
+    (tmp_path / "draft").mkdir()
+    (tmp_path / "draft" / "config.json").write_text(json.dumps(config))
+    generator = torch.Generator().manual_seed(3)
+    tensors = {
+        name.removeprefix(PREFIX): (torch.randn(size, generator=generator) / size[-1] ** 0.5).bfloat16()
+        for name, size in layout.draft_shapes(as_release(config)).items()
+    }
+    save_file(tensors, tmp_path / "draft" / "model.safetensors")
+    drafting = {"speculative_config": speculative(tmp_path / "draft")}
+    with engine(tiny_checkpoint, **drafting) as llm, watched(monkeypatch) as seen:
+        groups = llm.llm_engine.engine_core.engine_core.scheduler.kv_cache_manager.kv_cache_config.kv_cache_groups
+        assert [len(group.layer_names) for group in groups] == [2, 2, 2, 2]
+        for _ in range(2):
+            outputs = generate(llm, PROMPTS, max_tokens=MAX_TOKENS)
+            assert largest_change(plain, outputs) <= INVARIANCE
+    reference = Reference(tiny_checkpoint, tiny_oracle, tmp_path / "draft")
+    assert check_blocks(seen[-200:], outputs, PROMPTS, reference) > 50
