@@ -14,7 +14,7 @@ from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.draft.reference import Block, ReferenceDraft
 from rollout.kernels import ops
 from tests.rollout.drafting import counter, drafts, speculative, watched
-from tests.rollout.engines import completion_of, engine, generate, largest_change, random_prompts
+from tests.rollout.engines import completion_of, differences, engine, generate, largest_change, random_prompts
 from tests.rollout.test_engine_lora import make_adapter, request
 
 INVARIANCE = 0.0 if ops.have_native() else 1e-5
@@ -113,6 +113,12 @@ class TestOneEngine:
         assert counter(llm, "num_drafts") > 0
         alone = [generate(llm, [prompt], max_tokens=MAX_TOKENS)[0] for prompt in PROMPTS[:3]]
         assert largest_change(plain[:3], alone) <= INVARIANCE
+
+    def test_sampled_tokens_have_the_oracles_logprobs(self, llm: Any, tiny_oracle: Any) -> None:
+        """Those of accepted, recovered and bonus tokens alike, and of the prompt."""
+        llm.reset_prefix_cache()
+        outputs = generate(llm, PROMPTS, max_tokens=MAX_TOKENS, temperature=1.0, seed=1, prompt_logprobs=5)
+        assert max(differences(tiny_oracle, PROMPTS, outputs)) < 1e-4
 
     def test_a_seeded_request_repeats_in_any_batch(self, llm: Any) -> None:
         """Its draft is drawn with its own generator; greedy requests in the same batch stay greedy."""
@@ -234,6 +240,19 @@ def test_a_draft_that_is_never_right_is_reported(
         generate(llm, PROMPTS[:2], max_tokens=24)
     [record] = [r for r in caplog.records if "none of its tokens accepted" in r.getMessage()]
     assert "in 20 drafts of 7 tokens" in record.getMessage() or "in 21 drafts" in record.getMessage()
+
+
+def test_the_torch_kernels_draft_the_same(
+    tiny_checkpoint: Path, tiny_oracle: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What runs on a machine without a compiler."""
+    monkeypatch.setattr(ops, "have_native", lambda: False)
+    prompts = PROMPTS[:3]
+    with engine(tiny_checkpoint, speculative_config=speculative(tiny_checkpoint)) as llm, watched(monkeypatch) as seen:
+        outputs = generate(llm, prompts, max_tokens=8)
+        sampled = generate(llm, prompts, max_tokens=8, temperature=1.0, seed=1)
+    assert max(differences(tiny_oracle, prompts * 2, outputs + sampled)) < 1e-4
+    assert check_blocks(seen, outputs, prompts, Reference(tiny_checkpoint, tiny_oracle)) > 10
 
 
 def test_bfloat16_weights(tiny_checkpoint: Path) -> None:
