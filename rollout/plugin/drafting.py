@@ -13,6 +13,7 @@ from typing import Any
 from vllm.config.speculative import SpeculativeConfig
 
 from rollout.plugin import draft_config
+from rollout.plugin.shape import EngineError
 
 RUNNER = "vllm.v1.worker.gpu_model_runner"
 _original = SpeculativeConfig.use_dflash
@@ -57,6 +58,19 @@ def install() -> None:
     gpu_model_runner.GPUModelRunner._input_fits_in_drafter = _input_fits_in_drafter
     gpu_model_runner.DFlashProposer = AnyProposer
     rejection.install()
+
+
+def check_installed(vllm_config: Any) -> None:
+    """Called by the model's constructor, which comes after the runner's.
+
+    Raises:
+        EngineError: a draft of ours is asked for and this process's runner is not patched.
+    """
+    if draft_config.is_ours(vllm_config.speculative_config) and not is_installed():
+        raise EngineError(
+            "the plugin's proposer and rejection sampler must be active where a draft is used; vLLM's own are. Use the "
+            "V1 runner of vLLM 0.30 on a CPU, or leave rollout.draft out"
+        )
 
 
 def is_installed() -> bool:

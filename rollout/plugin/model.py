@@ -24,7 +24,7 @@ from vllm.platforms import current_platform
 from rollout.kernels import cuda, ops
 from rollout.kernels.cuda import Kernels
 from rollout.kernels.layout import consecutive
-from rollout.plugin import fused, loader
+from rollout.plugin import drafting, fused, loader
 from rollout.plugin.attention import Attention
 from rollout.plugin.attn_residual import BlockStates, ResidualQuery, RMSNormWeight
 from rollout.plugin.conv_state import ConvStream, ShortConvolution
@@ -178,6 +178,8 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA, SupportsEagle3):
         super().__init__()
         check_active()
         check_engine(vllm_config)
+        if current_platform.is_cpu():
+            drafting.check_installed(vllm_config)
         loader.check_source(vllm_config.model_config.model, vllm_config.load_config.load_format)
         if current_platform.is_cpu():
             ops.have_native()  # build now rather than in the first request

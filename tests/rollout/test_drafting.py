@@ -262,6 +262,21 @@ def test_bfloat16_weights(tiny_checkpoint: Path) -> None:
         assert largest_change(expected, generate(llm, PROMPTS[:4], max_tokens=24)) <= INVARIANCE
 
 
+def test_a_runner_that_is_not_patched_is_named(tiny_checkpoint: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.v1.sample import rejection_sampler
+
+    from rollout.plugin import drafting, rejection
+
+    rejection.install()
+    monkeypatch.setattr(drafting, "install", lambda: None)
+    monkeypatch.setattr(rejection_sampler, "_expand", rejection.rejection_greedy_sample)
+    with (
+        pytest.raises(ValueError, match="proposer and rejection sampler must be active where a draft is used"),
+        engine(tiny_checkpoint, speculative_config=speculative(tiny_checkpoint)),
+    ):
+        pass
+
+
 def test_what_a_draft_excludes_is_refused_at_the_start(tiny_checkpoint: Path, tmp_path: Path) -> None:
     from tests.inkling_rl.test_draft_checkpoint import changed, setting, write_standalone
 
