@@ -273,10 +273,17 @@ def _skinny_logits(sizes: Sizes) -> Iterator[Trial]:
 
 
 def _decode(sizes: Sizes) -> Iterator[Trial]:
+    """A long request in pieces and, where an engine has as many, so many rows that heads are merged together."""
+    from rollout.kernels.triton_decode import MERGE_PROGRAMS
+
     for kind in sizes.attention:
         for most in sizes.max_queries:
             step = ((kind.extent + 70, most), (5, 1), (0, 0))
             yield _attention(sizes, kind, step, {"max_queries": most})
+            many = MERGE_PROGRAMS // (most * kind.num_heads) + 1
+            if kind.num_heads > kind.num_kv_heads and many <= sizes.max_requests:
+                steps = [(5 + request % 3, most) for request in range(many)]
+                yield _attention(sizes, kind, steps, {"max_queries": most})
 
 
 def _prefill(sizes: Sizes) -> Iterator[Trial]:
@@ -298,7 +305,7 @@ def _attention(sizes: Sizes, kind: AttentionSizes, step: Sequence[tuple[int, int
         draw(rows, kind.num_heads), draw(rows, width, dtype=sizes.dtype), kv, batch, None, None,
         draw(sizes.d_rel, kind.extent) * 0.3, 2 * math.sqrt(kind.head_dim), 8.0, kind.window, None,
     )  # fmt: skip
-    what = ", ".join([_kind(kind), *(f"{name} {value}" for name, value in options.items())])
+    what = ", ".join([_kind(kind), f"{len(step)} requests", *(f"{name} {value}" for name, value in options.items())])
     limit = max(ATTENTION_LIMITS[sizes.dtype], ATTENTION_LIMITS[sizes.state_dtype])
     return Trial(what, arguments, limit, options=options | {"out_dtype": sizes.dtype})
 

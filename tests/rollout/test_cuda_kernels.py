@@ -48,6 +48,22 @@ def hopper(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda, "_capability", lambda device: (9, 0))
 
 
+@pytest.mark.parametrize(("most_requests", "seen"), [(33, True), (32, False)])
+def test_heads_that_are_merged_together_are_tried_where_they_are_reached(
+    monkeypatch: pytest.MonkeyPatch, most_requests: int, seen: bool
+) -> None:
+    triton_decode = pytest.importorskip("rollout.kernels.triton_decode")
+    kind = replace(SIZES.attention[1], num_heads=64, num_kv_heads=8)
+
+    def wrong_together(q_TC: torch.Tensor, *rest: Any, **options: Any) -> torch.Tensor:
+        out_TC = fallback.decode_attention(q_TC, *rest, **options)
+        return out_TC * 1.1 if len(q_TC) * kind.num_heads > triton_decode.MERGE_PROGRAMS else out_TC
+
+    monkeypatch.setattr(cuda, "_triton", lambda name: wrong_together)
+    reason = cuda._try("decode", CPU, replace(SIZES, attention=(kind,), max_requests=most_requests))[1]
+    assert (reason is not None and "33 requests" in reason) == seen and (reason is None) != seen
+
+
 @pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 def test_triton_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from rollout.kernels import triton_decode
