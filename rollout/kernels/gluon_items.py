@@ -1,7 +1,6 @@
-"""What `rollout.kernels.gluon_prefill` and `gluon_persistent` both ask of an item: 64 positions of one request.
+"""What `rollout.kernels.gluon_prefill` asks of an item, 64 positions of one request: which keys, in which pages.
 
-Which request, which keys, in which pages; how queries that come raw are scaled. Layouts are those of the loads: a
-thread has 16 bytes of a row. No kernel of its own.
+Layouts are those of the loads: a thread has 16 bytes of a row. No kernel of its own.
 """
 
 from __future__ import annotations
@@ -77,16 +76,3 @@ def load_profiles(t_s, entry, first, REL: gl.constexpr):
     column = first + gl.arange(0, KEYS, layout=gl.SliceLayout(1, NARROW))
     part = gl.arange(0, 2 * REL, layout=gl.SliceLayout(0, NARROW))
     async_copy.async_copy_global_to_shared(t_s, entry + column[:, None] * (2 * REL) + part[None, :])
-
-
-@gluon.jit
-def prepared(x, scale, column, clip, p, units, alpha, floor, LOG_SCALING: gl.constexpr):
-    """Rows at positions `p` scaled, clipped and in units (`rollout.kernels.units`); as they are without `scale`."""
-    if scale is not None:
-        x = x * gl.load(scale + column).to(gl.float32)[None, :]
-        norm = gl.sqrt(gl.sum(x * x, 1))
-        factor = gl.minimum(clip / (norm + 1e-6), 1.0) * units
-        if LOG_SCALING:
-            factor *= 1.0 + alpha * gl.log(gl.maximum((p + 1).to(gl.float32) / floor, 1.0))
-        x = x * factor[:, None]
-    return x

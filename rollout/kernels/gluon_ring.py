@@ -45,16 +45,15 @@ FOUR = gl.constexpr("=r,=r,r,r,r,r,r,r")
 
 
 @gluon.jit
-def open_barriers(first, STAGES: gl.constexpr, MORE: gl.constexpr):
-    """Addresses of the barriers: of each stage whether keys are there and free again, then values; then MORE, alike.
+def open_barriers(first, COUNT: gl.constexpr):
+    """In pairs: whether something is there, and whether its memory is free again.
 
     They are initialized here; the start of the warpgroups is a barrier between this and their first use.
     """
-    for n in gl.static_range(4 * STAGES + MORE):
+    for n in gl.static_range(COUNT):
         # Each loading thread arrives, or each computing warp.
         count = 8 if n % 2 == 1 else 128
         gl.inline_asm_elementwise(INIT, "=r,r,r", [first + 8 * n, count], dtype=gl.int32, is_pure=False, pack=1)
-    return first, first + 16 * STAGES, first + 32 * STAGES
 
 
 @gluon.jit

@@ -1,5 +1,8 @@
 """Relative attention for many query tokens per request over paged keys and values, for CUDA: prefill in chunks.
 
+On a Hopper GPU an engine's rows go to `rollout.kernels.gluon_prefill` instead (`choose_tiles`); the kernel here is for
+other devices, sizes and dtypes, and for rows that come raw.
+
 Oracle: `rollout.kernels.reference.attention`, whose arguments these are. Correct for any number of query tokens, but a
 request takes at least one tile of 64 positions: for 1 to 8 of them `rollout.kernels.triton_decode` is the one to call.
 
@@ -20,15 +23,14 @@ together, so that they find its keys in L2. The bias is `rollout.kernels.triton_
 from __future__ import annotations
 
 from functools import cache
-from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from rollout.kernels import gluon_items, gluon_persistent, gluon_prefill
+from rollout.kernels import gluon_items, gluon_prefill
 from rollout.kernels.paged import PagedBatch
-from rollout.kernels.prefill_tiles import INTERPRETED, PERSISTENT_REGISTERS, REGISTERS, Tiles, choose_tiles, ring_sizes
+from rollout.kernels.prefill_tiles import INTERPRETED, REGISTERS, Tiles, choose_tiles, ring_sizes
 from rollout.kernels.triton_bias import (
     LOG2_E,
     fill_ring,
@@ -72,7 +74,8 @@ def attention(
     num_rows, num_heads, kv_heads = q_TC.shape[0], sink_TN.shape[1], kv_BKNC.shape[1]
     head_dim, (rel, extent) = q_TC.shape[1] // num_heads, proj_MR.shape
     _check(kv_BKNC, head_dim, rel, window)
-    hopper = rel == 16 and _is_hopper(q_TC.device) and all(stride % 16 == 0 for stride in kv_BKNC.stride()[:3])
+    ready = rel == 16 and _is_prepared(q_TC, r_TC, gate_TC, kv_BKNC, q_scale_ND, r_scale_NM)
+    hopper = ready and _is_hopper(q_TC.device)
     tiles = tiles or choose_tiles(head_dim, num_heads // kv_heads, kv_BKNC.dtype, hopper=hopper, window=window)
     requests = batch.seq_lens.shape[0]
     programs = (num_rows // tiles.positions + requests + 1) * (num_heads // tiles.packed)
@@ -80,57 +83,50 @@ def attention(
     padding = 2 * (tiles.positions + tiles.keys)
     table = profile_table(proj_MR, padding, torch.float32 if exact else torch.float16)
     out_TC = q_TC.new_empty(q_TC.shape, dtype=out_dtype)
-    alpha, floor = log_scaling or (0.0, 1)
-    arguments = (
-        q_TC, r_TC, sink_TN, gate_TC, kv_BKNC, out_TC, q_scale_ND, r_scale_NM, table,
-        batch.query_start, batch.seq_lens, batch.block_table, requests, num_rows, q_clip, r_clip, alpha, float(floor),
+    rows = (q_TC, r_TC, sink_TN, gate_TC, kv_BKNC, out_TC)
+    step = (table, batch.query_start, batch.seq_lens, batch.block_table, requests, num_rows)
+    strides = (
         *(x.stride(0) for x in (q_TC, r_TC, sink_TN, gate_TC, out_TC)), *kv_BKNC.stride()[:3],
         batch.block_table.stride(0),
     )  # fmt: skip
     sizes = {
         "HEADS": num_heads, "GROUP": num_heads // kv_heads, "DIM": head_dim, "REL": rel, "EXTENT": extent,
         "WINDOW": window or 0, "PAGE": kv_BKNC.shape[2], "PADDING": padding,
-        "LOG_SCALING": log_scaling is not None and q_scale_ND is not None,
     }  # fmt: skip
     if tiles.specialized:
-        assert not exact and (*tiles[:3], head_dim, rel) == (64, 2, 64, 128, 16)
-        _specialized(tiles, programs, arguments, sizes)
+        assert ready and not exact and (*tiles[:3], head_dim) == (64, 2, 64, 128)
+        gluon_prefill.prefill_kernel[(min(programs, _multiprocessors(q_TC.device)),)](
+            *rows, *step, *strides, **sizes, **REGISTERS, STAGES=tiles.stages, LAZY=tiles.lazy, HELD=tiles.held,
+            TURNS=tiles.turns, num_warps=4,
+        )  # fmt: skip
         return out_TC
     ring = ring_sizes(tiles, exact)
     ring_elements = 0 if ring["SHARED"] else programs * tiles.positions * tiles.packed * ring["PITCH"]
+    alpha, floor = log_scaling or (0.0, 1)
     _prefill_kernel[(programs,)](
-        *arguments, table.new_empty(ring_elements), **sizes, **ring,
+        *rows, q_scale_ND, r_scale_NM, *step, q_clip, r_clip, alpha, float(floor), *strides,
+        table.new_empty(ring_elements), **sizes, **ring,
+        LOG_SCALING=log_scaling is not None and q_scale_ND is not None,
         # With the ring in global memory a pipeline of loads would read biases before they are there.
         num_warps=tiles.warps, num_stages=tiles.stages if ring["SHARED"] else 1,
     )  # fmt: skip
     return out_TC
 
 
-def _specialized(tiles: Tiles, programs: int, arguments: tuple[Any, ...], sizes: dict[str, Any]) -> None:
-    constants = {
-        **sizes, "STAGES": tiles.stages, "LAZY": tiles.lazy, "HELD": tiles.held, "TURNS": tiles.turns, "num_warps": 4,
-    }  # fmt: skip
-    if tiles.persistent and _is_prepared(*arguments[:5], *arguments[6:8]):
-        programs = min(programs, _multiprocessors(arguments[0].device))
-        given = (*arguments[:6], *arguments[8:14], *arguments[18:])
-        del constants["LOG_SCALING"]
-        gluon_persistent.persistent_kernel[(programs,)](*given, **constants, **PERSISTENT_REGISTERS)
-    else:
-        gluon_prefill.prefill_kernel[(programs,)](*arguments, **constants, REGISTERS=REGISTERS)
-
-
 def _is_prepared(
     q_TC: torch.Tensor,
     r_TC: torch.Tensor,
-    sink_TN: torch.Tensor,
     gate_TC: torch.Tensor,
     kv_BKNC: torch.Tensor,
     q_scale_ND: torch.Tensor | None,
     r_scale_NM: torch.Tensor | None,
 ) -> bool:
-    """Whether products can take rows as they are, copied 16 bytes at a time."""
-    dtypes = ((q_TC, kv_BKNC.dtype), (r_TC, torch.float16), (gate_TC, kv_BKNC.dtype))
-    copied = (x.dtype == dtype and x.stride(0) % 16 == 0 and x.data_ptr() % 16 == 0 for x, dtype in dtypes)
+    """Whether products can take rows as they are, all copied 16 bytes at a time."""
+    dtypes = ((q_TC, kv_BKNC.dtype), (r_TC, torch.float16), (gate_TC, kv_BKNC.dtype), (kv_BKNC, kv_BKNC.dtype))
+    copied = (
+        x.dtype == dtype and x.data_ptr() % 16 == 0 and all(stride % 16 == 0 for stride in x.stride()[:-1])
+        for x, dtype in dtypes
+    )  # fmt: skip
     return q_scale_ND is None and r_scale_NM is None and all(copied)
 
 

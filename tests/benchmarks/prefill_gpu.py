@@ -8,7 +8,7 @@ A time is the median of many runs by device events, the L2 cache overwritten bet
 measured twice. Everything is compiled ahead, on all cores. FlexAttention gets keys and values without pages and the
 table of biases ready made, and neither sink nor gate is in its time. "matrix" is the rate of a large bfloat16 matrix
 product, measured here. Launch shapes are `Tiles` as they are written. `--once` is for a profiler.
-`--variants` compares those of the specialized kernels only, each by replays of a captured graph, so that launches are
+`--variants` compares those of the specialized kernel only, each by replays of a captured graph, so that launches are
 not in the time: milliseconds twice, TFLOP/s of the better, difference from the plain one; the rows named, separated by
 semicolons, or most of them.
 """
@@ -51,19 +51,14 @@ ROWS: dict[str, tuple[Case, float | None]] = {
 COMPARED = tuple(ROWS)[:2]
 SPECIALIZED = Tiles(64, 2, 64, 12, 3, specialized=True)
 SWEEP = (
-    SPECIALIZED, SPECIALIZED._replace(stages=2), SPECIALIZED._replace(stages=4), SPECIALIZED._replace(lazy=False),
-    Tiles(64, 2, 64, 8, 3), Tiles(32, 2, 64, 4, 2),
+    SPECIALIZED, SPECIALIZED._replace(stages=2), SPECIALIZED._replace(lazy=False),
+    SPECIALIZED._replace(held=True, turns=True), Tiles(64, 2, 64, 8, 3), Tiles(32, 2, 64, 4, 2),
 )  # fmt: skip
 VARIANTS = {
     "plain": SPECIALIZED,
-    "4 stages": SPECIALIZED._replace(stages=4),
     "in turn": SPECIALIZED._replace(turns=True),
-    "4 stages, in turn": SPECIALIZED._replace(stages=4, turns=True),
+    "held": SPECIALIZED._replace(held=True),
     "held, in turn": SPECIALIZED._replace(held=True, turns=True),
-    "many": SPECIALIZED._replace(persistent=True),
-    "many, in turn": SPECIALIZED._replace(persistent=True, turns=True),
-    "many, held": SPECIALIZED._replace(persistent=True, held=True),
-    "many, held, in turn": SPECIALIZED._replace(persistent=True, held=True, turns=True),
 }
 VARIED = ("8K, window 1024", "8K, full", "2K after 30K, window 1024", "2K after 30K, full", "16 prompts of 500, full")
 ALTERNATIVE_SECONDS = 60.0

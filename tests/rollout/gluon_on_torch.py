@@ -21,7 +21,7 @@ from unittest import mock
 
 import torch
 
-SOURCES = tuple(f"rollout.kernels.gluon_{name}" for name in ("ring", "items", "prefill", "persistent"))
+SOURCES = tuple(f"rollout.kernels.gluon_{name}" for name in ("ring", "items", "softmax", "prefill"))
 PATIENCE = 10.0
 
 
@@ -253,13 +253,12 @@ def _language() -> ModuleType:
     gl = ModuleType("language")
     layout = lambda *args, **kwargs: _Layout()
     reduced = {"max": lambda x, axis: x.amax(axis), "sum": lambda x, axis: x.sum(axis)}
-    elementwise = {name: getattr(torch, name) for name in ("exp2", "log", "sqrt")}
     either = {
         "maximum": lambda a, b: torch.maximum(_tensor(a), _tensor(b)),
         "minimum": lambda a, b: torch.minimum(_tensor(a), _tensor(b)),
     }
     names: dict[str, Any] = {
-        **reduced, **elementwise, **either, "constexpr": lambda value: value, "static_range": range, "load": load,
+        **reduced, **either, "exp2": torch.exp2, "constexpr": lambda value: value, "static_range": range, "load": load,
         **dict.fromkeys(("NVMMADistributedLayout", "DotOperandLayout", "SliceLayout", "BlockedLayout"), layout),
         "NVMMASharedLayout": layout, "where": lambda c, a, b: torch.where(_tensor(c), _tensor(a), _tensor(b)),
         "zeros_like": torch.zeros_like, "store": store, "inline_asm_elementwise": inline_asm,
@@ -281,7 +280,7 @@ def kernel(name: str) -> Callable[..., None]:
     gluon, hopper, experimental = ModuleType("gluon"), ModuleType("hopper"), ModuleType("experimental")
     gluon.__dict__.update(jit=lambda f=None, **_: f or (lambda g: g), language=_language())
     hopper.__dict__.update(
-        async_copy=SimpleNamespace(async_copy_global_to_shared=copy), fence_async_shared=lambda: None,
+        async_copy=SimpleNamespace(async_copy_global_to_shared=copy),
         warpgroup_mma=multiply, warpgroup_mma_wait=wait_for_products,
     )  # fmt: skip
     experimental.__dict__.update(gluon=gluon)

@@ -75,7 +75,7 @@ def test_trials_compile_nothing_afterwards(
         "_activation_kernel", "_align_kernel", "_sum_kernel", "_project_kernel", "_softcap_kernel",
         "_decode_kernel", "merge_kernel", "_table_kernel", "_expert_up_kernel", "_expert_down_kernel", "product_kernel",
     }  # fmt: skip
-    fast = {"persistent_kernel", "prefill_kernel", "_skinny_kernel", "_segment_kernel"}
+    fast = {"prefill_kernel", "_skinny_kernel", "_segment_kernel"}
     assert asked.keys() == of_each | (fast if dtype is BF16 else {"_prefill_kernel"})
     # As the trials call them, but that none is launched. Unlike `_call_all`, this passes over no error.
     monkeypatch.setattr(JITFunction, "run", lambda self, *args, warmup, **kw: RUN(self, *args, warmup=True, **kw))

@@ -26,8 +26,8 @@ pytest.importorskip("triton.experimental.gluon")
 from triton.backends.compiler import GPUTarget  # noqa: E402
 from triton.experimental.gluon._runtime import GluonASTSource  # noqa: E402
 
-from rollout.kernels import gluon_persistent, gluon_prefill, prefill_tiles, triton_prefill  # noqa: E402
-from rollout.kernels.prefill_tiles import Tiles  # noqa: E402
+from rollout.kernels import gluon_prefill, prefill_tiles, triton_prefill  # noqa: E402
+from rollout.kernels.prefill_tiles import Tiles, choose_tiles  # noqa: E402
 from tests.rollout import gluon_on_torch  # noqa: E402
 from tests.rollout.decode_cases import Case, exact, make, relative_error  # noqa: E402
 from tests.rollout.test_triton_prefill import count, loops  # noqa: E402
@@ -36,8 +36,10 @@ INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 on_interpreter = pytest.mark.skipif(not INTERPRETED, reason="runs in a process of its own")
 BF16 = torch.bfloat16
 SPECIALIZED = Tiles(64, 2, 64, 12, 3, specialized=True)
+# With a window and without.
+CHOSEN = [choose_tiles(128, 6, BF16, hopper=True, window=window) for window in (1024, None)]
 
-BASE = Case(step=(), heads=(2, 1), head_dim=128, extent=100, page=16, q_clip=22.6, dtype=BF16)
+BASE = Case(step=(), heads=(2, 1), head_dim=128, extent=100, page=16, q_clip=22.6, dtype=BF16, prepared=True)
 CASES = {
     "first chunk": replace(BASE, step=((0, 150),), log_scaling=(0.1, 16)),
     "one token": replace(BASE, step=((0, 1),)),
@@ -52,7 +54,7 @@ CASES = {
     "small pages, several layers": replace(BASE, step=((150, 70),), page=4, layers_per_page=3),
     "large pages": replace(BASE, step=((250, 70),), page=256, window=100),
     "rows and requests of padding": replace(BASE, step=((37, 66), (20, 18)), padding=81),
-    "prepared": replace(BASE, step=((130, 64),), prepared=True),
+    "whole tiles": replace(BASE, step=((128, 64),)),
     "several heads": replace(BASE, step=((10, 65),), heads=(12, 2)),
 }
 
@@ -67,16 +69,14 @@ class Launcher:
 
 @pytest.fixture
 def on_torch(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module, name in ((gluon_prefill, "prefill_kernel"), (gluon_persistent, "persistent_kernel")):
-        monkeypatch.setattr(module, name, Launcher(gluon_on_torch.kernel(name)))
+    monkeypatch.setattr(gluon_prefill, "prefill_kernel", Launcher(gluon_on_torch.kernel("prefill_kernel")))
 
 
 @on_interpreter
 @pytest.mark.parametrize("name", CASES)
 def test_values(name: str, on_torch: None) -> None:
     inputs = make(CASES[name])
-    for stages, lazy in ((3, True), (2, False)):
-        tiles = SPECIALIZED._replace(stages=stages, lazy=lazy)
+    for tiles in (CHOSEN[CASES[name].window is None], SPECIALIZED._replace(stages=2, lazy=False)):
         got = triton_prefill.attention(*inputs.arguments(), tiles=tiles)
         assert relative_error(got, exact(inputs)) < 6e-3
 
@@ -84,20 +84,55 @@ def test_values(name: str, on_torch: None) -> None:
 @on_interpreter
 @pytest.mark.parametrize("name", CASES)
 def test_variants_change_no_bit(name: str, on_torch: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Raw rows go to the plain kernel, whatever is asked for; prepared ones are what the others are about."""
-    inputs = make(replace(CASES[name], prepared=True))
-    many = SPECIALIZED._replace(persistent=True)
+    """Nor does it matter which items come one after the other in a program."""
+    inputs = make(CASES[name])
     variants = (
-        (1, SPECIALIZED._replace(held=True, turns=True)), (1, many._replace(turns=True)), (2, many),
-        (5, many._replace(stages=2, turns=True)), (2, many._replace(stages=2, held=True)),
+        (1, SPECIALIZED._replace(turns=True)), (2, SPECIALIZED._replace(held=True, turns=True)),
+        (5, SPECIALIZED._replace(stages=2, turns=True)), (2, SPECIALIZED._replace(stages=2, held=True)),
     )  # fmt: skip
     for out_dtype in (torch.float32, BF16):
+        # As many programs as items, or more.
+        monkeypatch.setattr(triton_prefill, "_multiprocessors", lambda device: 1000)
         expected = triton_prefill.attention(*inputs.arguments(), tiles=SPECIALIZED, out_dtype=out_dtype)
         assert relative_error(expected, exact(inputs)) < 6e-3
         for programs, tiles in variants:
             monkeypatch.setattr(triton_prefill, "_multiprocessors", lambda device, programs=programs: programs)
             got = triton_prefill.attention(*inputs.arguments(), tiles=tiles, out_dtype=out_dtype)
             assert torch.equal(got, expected)
+
+
+def test_what_it_does_not_take_goes_to_triton(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a Hopper GPU: raw rows, rows of other dtypes or not aligned, float32 pages."""
+
+    class ChosenError(Exception):
+        pass
+
+    def refuse(self: object, grid: object) -> None:
+        raise ChosenError(type(self).__name__ if isinstance(self, Launcher) else "triton")
+
+    inputs = make(replace(BASE, step=((20, 9),)))
+    monkeypatch.setattr(triton_prefill, "_is_hopper", lambda device: True)
+    monkeypatch.setattr(triton_prefill, "profile_table", lambda proj, padding, dtype: proj.new_empty(4, dtype=dtype))
+    monkeypatch.setattr(gluon_prefill, "prefill_kernel", Launcher(lambda *arguments: None))
+    monkeypatch.setattr(Launcher, "__getitem__", refuse)
+    monkeypatch.setattr(type(triton_prefill._prefill_kernel), "__getitem__", refuse)
+
+    def choice(**changed: torch.Tensor) -> str:
+        names = ("q", "r", "sink", "gate", "kv", "batch", "q_scale", "r_scale")
+        arguments = dict(zip(names, inputs.arguments(), strict=False)) | changed
+        with pytest.raises(ChosenError) as chosen:
+            triton_prefill.attention(*arguments.values(), *inputs.arguments()[8:])
+        return str(chosen.value)
+
+    q, r, _, gate, kv = inputs.arguments()[:5]
+    shifted = torch.cat([q, q], dim=1)[:, 1 : q.shape[1] + 1]
+    narrow = torch.cat([q, q[:, :8]], dim=1)[:, : q.shape[1]]
+    assert choice() == "Launcher"
+    for changed in (
+        {"q": q.float()}, {"r": r.to(BF16)}, {"gate": gate.float()}, {"kv": kv.float()}, {"q": shifted}, {"q": narrow},
+        {"q_scale": torch.ones(2, 128)}, {"q": q.float(), "gate": gate.float(), "kv": kv.float()},
+    ):  # fmt: skip
+        assert choice(**changed) == "triton", changed.keys()
 
 
 @on_interpreter
@@ -124,45 +159,29 @@ def test_values_without_a_device() -> None:
 # From here on: what becomes of it for a Hopper GPU.
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 compiled_only = pytest.mark.skipif(INTERPRETED or not (TOOLS / "nvdisasm").exists(), reason="no disassembler")
-TYPES = {
-    "sink": "*fp32", "q_scale": "*fp32", "r_scale": "*fp32", "query_start": "*i32", "seq_lens": "*i32",
-    "block_table": "*i32", "q_clip": "fp32", "r_clip": "fp32", "alpha": "fp32", "floor": "fp32", "table": "*fp16",
+TYPES = dict.fromkeys(("q", "gate", "kv", "out"), "*bf16") | {
+    "r": "*fp16", "table": "*fp16", "sink": "*fp32", "query_start": "*i32", "seq_lens": "*i32", "block_table": "*i32",
 }  # fmt: skip
 RELEASE = {
     "HEADS": 48, "GROUP": 6, "DIM": 128, "REL": 16, "EXTENT": 1024, "PAGE": 128, "WINDOW": 0, "PADDING": 256,
-    "LOG_SCALING": True, "STAGES": 3, "LAZY": True, "HELD": False, "TURNS": False,
-    "REGISTERS": prefill_tiles.REGISTERS,
+    "STAGES": 3, "LAZY": True, "HELD": False, "TURNS": False, **prefill_tiles.REGISTERS,
 }  # fmt: skip
 WINDOW = {"WINDOW": 1024, "PAGE": 16}
 KERNELS: dict[str, dict[str, Any]] = {
-    "full": RELEASE,
+    "full, held, turns": RELEASE | {"HELD": True, "TURNS": True},
     "sliding": RELEASE | WINDOW,
-    "four stages": RELEASE | {"STAGES": 4},
+    "full": RELEASE,
+    "sliding, held, turns": RELEASE | WINDOW | {"HELD": True, "TURNS": True},
     "window larger than extent": RELEASE | {"WINDOW": 2048, "LAZY": False},
-}
-MANY = RELEASE | prefill_tiles.PERSISTENT_REGISTERS
-READY = {"q_scale": None, "r_scale": None, "LOG_SCALING": False}
-VARIANTS: dict[str, dict[str, Any]] = {
-    "sliding, ready, turns": RELEASE | WINDOW | READY | {"TURNS": True},
-    "many, full": MANY,
-    "many, sliding": MANY | WINDOW,
-    "many, full, turns": MANY | {"TURNS": True},
-    "many, sliding, turns": MANY | WINDOW | {"TURNS": True},
-    "many, sliding, held, turns": MANY | WINDOW | {"HELD": True, "TURNS": True},
 }
 
 
 @cache
 def compiled(name: str) -> tuple[str, str, int]:
     """SASS, resource usage and dynamic shared memory for sm_90."""
-    kernel, constants = gluon_prefill.prefill_kernel, KERNELS.get(name)
-    if constants is None:
-        constants = VARIANTS[name]
-        kernel = gluon_persistent.persistent_kernel if "many" in name else kernel
+    kernel, constants = gluon_prefill.prefill_kernel, KERNELS[name]
     names = kernel.arg_names
-    constants = {name: value for name, value in constants.items() if name in names}
-    types = TYPES | dict.fromkeys(("q", "gate", "kv", "out"), "*bf16") | {"r": "*fp16" if "many" in name else "*bf16"}
-    signature = {n: "constexpr" if n in constants else types.get(n, "i32") for n in names}
+    signature = {n: "constexpr" if n in constants else TYPES.get(n, "i32") for n in names}
     fixed = {p.name for p in kernel.params if p.do_not_specialize or p.do_not_specialize_on_alignment}
     aligned = [n for n in names if n not in fixed and (signature[n].startswith("*") or n.startswith("stride"))]
     source = GluonASTSource(
@@ -190,9 +209,7 @@ def tile_loops(name: str, loaded: int, products: int) -> list[list[str]]:
 @pytest.mark.skipif(INTERPRETED, reason="about what is compiled")
 def test_part_of_a_step_runs_the_code_of_a_whole_one() -> None:
     """An engine does not compile anew for where prompts begin among requests, nor for the width of its tables."""
-    for kernel in (
-        triton_prefill._prefill_kernel, gluon_prefill.prefill_kernel, gluon_persistent.persistent_kernel
-    ):  # fmt: skip
+    for kernel in (triton_prefill._prefill_kernel, gluon_prefill.prefill_kernel):
         parameters = {parameter.name: parameter for parameter in kernel.params}
         assert all(parameters[name].do_not_specialize for name in ("requests", "num_rows", "stride_table"))
         anywhere = [name for name, parameter in parameters.items() if parameter.do_not_specialize_on_alignment]
@@ -200,17 +217,14 @@ def test_part_of_a_step_runs_the_code_of_a_whole_one() -> None:
 
 
 @compiled_only
-@pytest.mark.parametrize("name", [*KERNELS, *VARIANTS])
+@pytest.mark.parametrize("name", KERNELS)
 def test_everything_stays_in_registers_and_fits(name: str) -> None:
     """But for what a loop over items keeps from one to the next: a few words, and none of a loop over many tiles."""
-    sass, resources, dynamic = compiled(name)
-    if name in KERNELS:
-        assert not re.search(r"\b(LDL|STL)\b", sass) and "STACK:0" in resources
-    else:
-        stack = re.search(r"STACK:(\d+)", resources)
-        assert stack and int(stack[1]) <= 96
-        for loop in [*tile_loops(name, 0, 12), *tile_loops(name, 0, 14)]:
-            assert count(loop, "(LDL|STL)") <= (2 if "held" in name else 0)
+    _, resources, dynamic = compiled(name)
+    stack = re.search(r"STACK:(\d+)", resources)
+    assert stack and int(stack[1]) <= 96
+    for loop in [*tile_loops(name, 0, 12), *tile_loops(name, 0, 14)]:
+        assert count(loop, "(LDL|STL)") <= (2 if "held" in name else 0)
     assert "LOCAL:0" in resources
     reported = re.search(r"SHARED:(\d+)", resources)
     assert reported and int(reported[1]) % 1024 == 0  # where Triton's tiles, swizzled by address, begin
@@ -218,7 +232,7 @@ def test_everything_stays_in_registers_and_fits(name: str) -> None:
 
 
 @compiled_only
-@pytest.mark.parametrize("name", [*KERNELS, *VARIANTS])
+@pytest.mark.parametrize("name", KERNELS)
 def test_no_product_waits_for_another(name: str) -> None:
     """Products with keys, of biases and with values are all issued before the first wait, and no barrier is met."""
     near = tile_loops(name, 0, 14)
@@ -234,19 +248,8 @@ def test_no_product_waits_for_another(name: str) -> None:
 
 
 @compiled_only
-@pytest.mark.parametrize("name", ["full", "sliding"])
-def test_the_loops_are_as_short_as_they_were_made(name: str) -> None:
-    """Per warp and tile; 64 of them are jumped over while no maximum moves."""
-    inner = [loop for loop in tile_loops(name, 0, 14) if count(loop, "FSEL") < 32]
-    assert len(inner) == 2 and all(len(loop) < 450 for loop in inner)
-    assert all(len(loop) < 330 for loop in tile_loops(name, 0, 12))
-    (fetching,) = tile_loops(name, 18, 0)
-    assert len(fetching) < 160
-
-
-@compiled_only
-@pytest.mark.parametrize("name", [name for name in VARIANTS if "many" in name])
-def test_a_program_of_many_tiles_loads_and_stores_wide(name: str) -> None:
+@pytest.mark.parametrize("name", [name for name in KERNELS if name != "window larger than extent"])
+def test_loops_are_short_and_everything_moves_16_bytes_at_a_time(name: str) -> None:
     """Keys, values, profiles, queries, `r` and gates are copied 16 bytes at a time, results leave as such."""
     sass = compiled(name)[0]
     inner = [loop for loop in tile_loops(name, 0, 14) if count(loop, "FSEL") < 32]
