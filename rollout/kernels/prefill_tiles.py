@@ -45,8 +45,8 @@ def choose_tiles(
 ) -> Tiles:
     """Shape of a launch, see tests/benchmarks/prefill_gpu.py; `hopper` is whether `gluon_prefill` takes the rows.
 
-    Queries in registers, and products in turn, gain 5 - 11 % on long ranges of keys, and lose 2 - 6 % with a window,
-    where every tile is among the first or last few of its item.
+    Queries in registers together with products in turn gain 5 - 10 % from 8K keys on; with a window of 1024, and for
+    prompts of 500, they lose 3 - 5 %.
 
     The ring is static shared memory, of which CUDA allows 48 KiB, and together with the pipeline's where that takes
     less than 48 KiB: hence the small tiles of small heads and of heads that share keys with no other.
