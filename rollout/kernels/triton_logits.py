@@ -23,7 +23,7 @@ def log_scale(position, alpha, floor, LOG_SCALING: tl.constexpr):
 
 @triton.jit
 def _clipped(x, scale, heads, channel, clip, factor):
-    """Rows of `x` [ROWS, C] times the heads' scale, at most `clip` long, times `factor`; without `scale` as they are."""
+    """Rows of `x` [ROWS, C] times the heads' scale, at most `clip` long, times `factor`; as they are if no `scale`."""
     if scale is not None:
         x *= tl.load(scale + heads[:, None] * channel.shape[0] + channel[None, :]).to(tl.float32)
         x *= (tl.minimum(clip / (tl.sqrt(tl.sum(x * x, 1)) + 1e-6), 1.0) * factor)[:, None]

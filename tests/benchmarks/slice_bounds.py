@@ -144,6 +144,7 @@ _NAMES: tuple[tuple[str, str, str], ...] = (
     ("prefill_kernel", "attention", "o-projection"),
     ("merge_kernel", "merge", "o-projection"),
     ("logits_kernel", "router", "router"),
+    ("segment_kernel", "router", "router"),
     ("choose_kernel", "router", "align"),
     ("align_kernel", "align", "align"),
     ("activation_kernel", "activation", "expert GEMMs"),
@@ -163,7 +164,7 @@ def parts_of(names: Sequence[str], num_layers: int) -> list[str]:
     """
     parts, following, mixes, products = [], "other", 0, 0
     for name in names:
-        if "conv_mix_kernel" in name:
+        if "conv_mix_kernel" in name or "early_kernel" in name:
             parts.append("conv_mix")
             mixes, products = mixes + 1, 0
             after_layer = "unembedding" if mixes == 2 * num_layers else "projections"

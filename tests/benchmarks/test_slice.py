@@ -133,6 +133,11 @@ def test_products_of_many_tokens_are_the_experts() -> None:
     assert slice_bounds.parts_of(names, 2) == [part for _, part in STEP]
 
 
+def test_kernels_of_few_rows_have_their_part() -> None:
+    few = {"_conv_mix_kernel": "_early_kernel", "_logits_kernel": "_segment_kernel"}
+    assert slice_bounds.parts_of([few.get(name, name) for name, _ in STEP], 2) == [part for _, part in STEP]
+
+
 def test_a_kernel_that_waits_for_another_counts_from_its_end() -> None:
     ranges = [(0.0, 4.0), (1.0, 6.0), (2.0, 5.0), (8.0, 9.0)]
     assert slice_bounds.lengths_alone(ranges) == [4.0, 2.0, 0.0, 1.0]
