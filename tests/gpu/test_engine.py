@@ -271,8 +271,8 @@ class TestAdapters:
             errors.check(3.0, 3.0)
             total += errors
             if name:
-                # Further from the base model than rounding is: the adapter does something. Of rounding's mean a few tokens
-                # that chose other experts are most.
+                # Further from the base model than rounding is: the adapter does something. A few tokens that chose
+                # other experts are most of rounding's mean.
                 base = Errors()
                 base.add(exact, exact, asked, answers)
                 assert base.summary()[0]["mean"] > 4 * errors.summary()[0]["mean"]
