@@ -15,6 +15,7 @@ from typing import Any
 
 from inkling_rl import arithmetic
 from inkling_rl.chat import CONTENT_IMAGE, Renderer
+from inkling_rl.checkpoint.layout import CheckpointError
 
 BUILTIN = {"arithmetic/train": "train", "arithmetic/heldout": "heldout"}
 
@@ -185,3 +186,20 @@ class Batches:
 
     def load_state_dict(self, state: dict[str, int]) -> None:
         self.num_served = state["num_served"]
+
+
+def read_tokenizer(checkpoint_path: Path) -> Any:
+    """The checkpoint's tokenizer, a `PreTrainedTokenizerFast`.
+
+    Raises:
+        CheckpointError: it is missing or cannot be read.
+    """
+    from transformers import PreTrainedTokenizerFast
+
+    try:
+        return PreTrainedTokenizerFast.from_pretrained(str(checkpoint_path))
+    except Exception as error:  # whatever the tokenizers library raises, it is about these files
+        raise CheckpointError(
+            f"{checkpoint_path}/tokenizer.json must be a readable tokenizer; got: {str(error).splitlines()[0][:200]}. "
+            "Copy the checkpoint again"
+        ) from error

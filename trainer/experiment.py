@@ -12,11 +12,10 @@ from typing import Any
 
 from skyrl.train.entrypoints.main_base import BasePPOExp
 
-from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.recipe import Recipe
 from trainer import cluster, logs
 from trainer.client import EngineClient
-from trainer.dataset import BUILTIN, DataError, Prompts, read_rows
+from trainer.dataset import BUILTIN, DataError, Prompts, read_rows, read_tokenizer
 from trainer.engine import EngineProcess
 from trainer.generator import ChatTokenizer, Generator
 from trainer.loop import Loop
@@ -30,16 +29,7 @@ def load_tokenizer(model_path: Path, effort: float) -> ChatTokenizer:
     Raises:
         CheckpointError: it is missing or cannot be read.
     """
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(model_path))
-    except Exception as error:  # whatever the tokenizers library raises, it is about these files
-        raise CheckpointError(
-            f"{model_path}/tokenizer.json must be a readable tokenizer; got: {str(error).splitlines()[0][:200]}. "
-            "Copy the checkpoint again"
-        ) from error
-    return ChatTokenizer(tokenizer, effort)
+    return ChatTokenizer(read_tokenizer(model_path), effort)
 
 
 def load_prompts(recipe: Recipe, tokenizer: ChatTokenizer) -> tuple[Prompts, Prompts | None]:

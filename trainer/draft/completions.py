@@ -20,8 +20,7 @@ from typing import Any, NamedTuple
 import torch
 
 from inkling_rl.chat import Renderer
-from inkling_rl.checkpoint.layout import CheckpointError
-from trainer.dataset import DataError, Prompts, read_table
+from trainer.dataset import DataError, Prompts, read_table, read_tokenizer
 from trainer.draft.target import Target
 
 TOKEN_COLUMNS = ("prompt_token_ids", "token_ids")
@@ -203,16 +202,7 @@ def _checked(row: dict[str, Any], number: int, source: str, vocabulary: int) -> 
 def _prompts(
     rows: Sequence[dict[str, Any]], source: str, checkpoint_path: Path, sampling: Sampling
 ) -> list[tuple[int, ...]]:
-    from transformers import PreTrainedTokenizerFast
-
-    try:
-        tokenizer = PreTrainedTokenizerFast.from_pretrained(str(checkpoint_path))
-    except Exception as error:  # whatever the tokenizers library raises, it is about these files
-        raise CheckpointError(
-            f"{checkpoint_path}/tokenizer.json must be a readable tokenizer; got: {str(error).splitlines()[0][:200]}. "
-            "Copy the checkpoint again"
-        ) from error
-    renderer = Renderer(tokenizer)
+    renderer = Renderer(read_tokenizer(checkpoint_path))
     prompts = Prompts(
         rows,
         renderer,
