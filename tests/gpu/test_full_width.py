@@ -7,10 +7,12 @@ the engine's own, its experts decoded from Marlin's bytes. The bar is how far tr
 
 from __future__ import annotations
 
+import contextlib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -19,6 +21,7 @@ from torch import nn
 
 from inkling_rl.formats import marlin, mixed
 from tests.benchmarks.slice_model import slice_config, slice_quant_config
+from tests.benchmarks.slice_steps import Step, build, fill_pages
 from tests.gpu.engines import Errors, Watched, engine, is_second_runner
 from tests.rollout.engines import generate, random_prompts
 
@@ -31,6 +34,14 @@ CHANGES = {
     "log_scaling_n_floor": 512, "max_position_embeddings": 4096,
 }  # fmt: skip
 AT_ONCE = 16
+REPLAYS = 20
+# (tokens already there, rows of this step); sixteen rows are for Marlin.
+STEPS = {
+    "one": ((1500, 1),),
+    "eight": tuple((past, 1) for past in (30, 200, 511, 700, 1023, 1024, 1025, 3000)),
+    "draft": ((1500, 8),),
+    "two drafts": ((90, 8), (2000, 8)),
+}
 
 
 @pytest.fixture(scope="module")
@@ -103,6 +114,56 @@ def oracle(
     return model.eval()
 
 
+@contextlib.contextmanager
+def launched_late() -> Iterator[None]:
+    """Triton's kernels start when the one before has ended, whatever they ask for."""
+    from triton.runtime.jit import JITFunction
+
+    run = JITFunction.run
+
+    def late(self: Any, *arguments: Any, **options: Any) -> Any:
+        return run(self, *arguments, **{name: value for name, value in options.items() if name != "launch_pdl"})
+
+    with mock.patch.object(JITFunction, "run", late):
+        yield
+
+
+class Outcome:
+    """What a step computes and leaves in the pages, which begin as they were."""
+
+    def __init__(self, step: Step) -> None:
+        self.step = step
+        owners = step.runner.compilation_config.static_forward_context.values()
+        self.pages = [owner.kv_cache for owner in owners]
+        self.before = [pages.clone() for pages in self.pages]
+
+    def of(self, run: Any) -> list[torch.Tensor]:
+        """Hidden states, logits and every page."""
+        for pages, before in zip(self.pages, self.before, strict=True):
+            pages.copy_(before)
+        results = run()
+        return [tensor.clone() for tensor in (*results, *self.pages)]
+
+    def compute(self) -> tuple[torch.Tensor, torch.Tensor]:
+        hidden_TH = self.step.hidden()
+        return hidden_TH, self.step.runner.model.compute_logits(hidden_TH)
+
+    def captured(self) -> Any:
+        """`compute` as the replay of a graph, whose results are wiped before."""
+        self.compute()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            results = self.compute()
+
+        def replay() -> tuple[torch.Tensor, ...]:
+            for result in results:
+                result.fill_(float("nan"))
+            graph.replay()
+            return results
+
+        return replay
+
+
 class TestFullWidth:
     @pytest.fixture(scope="class")
     def gpu(self, directory: Path) -> Iterator[Watched]:
@@ -165,3 +226,20 @@ class TestFullWidth:
         errors.add(*models, [[*long, 5]], outputs)
         errors.show("full width, 64 tokens after 3,001")
         errors.check(2.0, 3.0)
+
+    @torch.inference_mode()
+    @pytest.mark.parametrize("name", STEPS)
+    def test_a_step_launched_early_is_the_step_launched_late(self, gpu: Watched, name: str) -> None:
+        """Every bit of it: kernels that start before those before them have ended read nothing too early."""
+        requests = STEPS[name]
+        fill_pages(gpu.runner)
+        ids = torch.randint(VOCABULARY, (sum(new for _, new in requests),), generator=torch.Generator().manual_seed(3))
+        outcome = Outcome(build(gpu.runner, requests, ids))
+        with launched_late():
+            wanted = outcome.of(outcome.compute)
+        assert all(bool(tensor.isfinite().all()) for tensor in wanted)
+        assert any(not torch.equal(*pair) for pair in zip(wanted[2:], outcome.before, strict=True))
+        replay = outcome.captured()
+        for _ in range(REPLAYS):
+            assert all(torch.equal(*pair) for pair in zip(outcome.of(replay), wanted, strict=True))
+        gpu.forget()
