@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from inkling_rl.checkpoint import layout
 from inkling_rl.checkpoint.layout import CheckpointError, TensorSpec
 from inkling_rl.checkpoint.reader import Checkpoint, compare
+from inkling_rl.draft.manifest import Manifest
 from inkling_rl.draft.shape import PREFIX, DraftShape, as_release
 
 if TYPE_CHECKING:
@@ -29,6 +30,9 @@ class DraftCheckpoint:
     prefix: str
     """What precedes the draft's own names of tensors in its files."""
 
+    manifest: Manifest | None
+    """Its `draft.json`; None for one that nobody trained here."""
+
     @classmethod
     def open(cls, path: str | Path, target: Mapping[str, Any]) -> DraftCheckpoint:
         """Open a draft and check that it is whole and made for a target.
@@ -38,7 +42,8 @@ class DraftCheckpoint:
             target: config.json of the target (full or text class).
 
         Raises:
-            CheckpointError: no draft there, a tensor missing, unknown or misshapen, or a draft for another target.
+            CheckpointError: no draft there, a tensor missing, unknown or misshapen, a draft for another target, or a
+                `draft.json` that speaks of other tensors.
         """
         source = Checkpoint.open(path)
         shape = DraftShape.from_config(source.config)
@@ -53,7 +58,16 @@ class DraftCheckpoint:
         stored = {name: source.place(name).spec for name in source.shards if name.startswith(prefix)}
         compare(expected, stored, str(source.path))
         check_target(shape, target, source.path)
-        return cls(source, shape, prefix)
+        manifest = Manifest.read(source.path)
+        if manifest is not None:
+            own = {name.removeprefix(prefix): spec for name, spec in stored.items()}
+            compare({name: entry.spec for name, entry in manifest.tensors.items()}, own, str(manifest.path))
+        return cls(source, shape, prefix, manifest)
+
+    @property
+    def version(self) -> int:
+        """Of the draft; 0 for one that nobody trained here."""
+        return self.manifest.version if self.manifest else 0
 
     def check_tokens(self, num_tokens: int) -> None:
         """Refuse more tokens than the draft was trained to give.
@@ -68,10 +82,17 @@ class DraftCheckpoint:
             )
 
     def tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The draft's own names and the tensors as stored, one by one."""
+        """The draft's own names and the tensors as stored, one by one, in memory of their own.
+
+        Raises:
+            CheckpointError: a tensor is not the one that `draft.json` speaks of.
+        """
         for name in self.source.shards:
             if name.startswith(self.prefix):
-                yield name.removeprefix(self.prefix), self.source.tensor(name)
+                own, tensor = name.removeprefix(self.prefix), self.source.tensor(name)
+                if self.manifest is not None:
+                    self.manifest.check(own, tensor)
+                yield own, tensor
 
 
 def check_target(shape: DraftShape, target: Mapping[str, Any], path: Path) -> None:

@@ -137,8 +137,9 @@ def test_the_shipped_draft_emits_three_tokens_a_step_over_2000_steps(capsys: pyt
 def test_the_shipped_draft_says_what_it_is() -> None:
     """Tensors and manifest belong together, and to this base."""
     from inkling_rl.checkpoint.reader import read_json
+    from inkling_rl.draft.manifest import MANIFEST_FILE
     from lora.base import fingerprint
-    from trainer.draft.files import MANIFEST_FILE, manifest
+    from trainer.draft.files import manifest
 
     checkpoint = Checkpoint.open(BASE)
     opened = DraftCheckpoint.open(BASE, checkpoint.config)

@@ -20,11 +20,11 @@ from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.checkpoint.tiny import tiny_config
 from inkling_rl.draft.checkpoint import DraftCheckpoint
+from inkling_rl.draft.manifest import MANIFEST_FILE, Manifest
 from inkling_rl.draft.shape import PREFIX, standalone_config
 from trainer.dataset import DataError
 from trainer.draft import completions as made
 from trainer.draft.completions import TOKEN_COLUMNS, Completion, Sampling, load_completions
-from trainer.draft.files import MANIFEST_FILE, read_version
 from trainer.draft.loop import Plan, StepResult, Training
 from trainer.draft.run import INTERRUPTED, Job, measure_draft, placement, split, train
 from trainer.draft.target import Target
@@ -70,7 +70,9 @@ def test_a_draft_of_its_own_is_written_and_trained_further(job: Job, checkpoint:
     assert not (tmp_path / "draft.training").exists()
     assert train(replace(job, draft=str(job.out), out=tmp_path / "second")) == 0
     contents = json.loads((tmp_path / "second" / MANIFEST_FILE).read_text())
-    assert (contents["version"], contents["parent_version"]) == (2, 1) and read_version(job.out) == 1
+    assert (contents["version"], contents["parent_version"]) == (2, 1)
+    first_manifest = Manifest.read(job.out)
+    assert first_manifest is not None and first_manifest.version == 1
     assert contents["tensors"].keys() == first.keys()
     assert contents["training"]["data"] == "tokens.jsonl" and str(tmp_path) not in json.dumps(contents)
     assert 1 <= contents["worth"]["tokens_per_step"] <= 8

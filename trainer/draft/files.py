@@ -7,7 +7,6 @@ from, the base model that it belongs to, and name, shape, dtype and checksum of 
 
 from __future__ import annotations
 
-import hashlib
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
@@ -17,31 +16,13 @@ import torch
 
 from inkling_rl.checkpoint import layout
 from inkling_rl.checkpoint.directory import new_directory
-from inkling_rl.checkpoint.layout import CheckpointError, TensorSpec
-from inkling_rl.checkpoint.reader import INDEX_FILE, Checkpoint, read_json
+from inkling_rl.checkpoint.layout import TensorSpec
+from inkling_rl.checkpoint.reader import INDEX_FILE, Checkpoint
 from inkling_rl.checkpoint.shards import ShardWriter, plan_shards, to_json
 from inkling_rl.checkpoint.tensor_file import num_bytes
+from inkling_rl.draft.manifest import LAYOUT, MANIFEST_FILE, TensorEntry
 from inkling_rl.draft.shape import PREFIX, as_release, standalone_config
 from lora.base import fingerprint
-
-MANIFEST_FILE = "draft.json"
-LAYOUT = "inkling2-dspark-rnn"
-"""Tag of what the tensors' names and shapes mean."""
-
-
-def read_version(directory: Path) -> int:
-    """Version of a draft on disk; 0 for one that nobody trained here.
-
-    Raises:
-        CheckpointError: a manifest that cannot be read.
-    """
-    path = directory / MANIFEST_FILE
-    if not path.is_file():
-        return 0
-    version = read_json(path).get("version")
-    if type(version) is not int:
-        raise CheckpointError(f"{path}: version must be a whole number; got {version!r}. Copy the draft again")
-    return version
 
 
 def manifest(
@@ -61,14 +42,7 @@ def manifest(
         parent_version: of the draft whose weights it began with, None where it began with random ones.
         facts: how it was made, and what it is worth.
     """
-    tensors = {
-        name: {
-            "shape": list(value.shape),
-            "dtype": str(value.dtype).removeprefix("torch."),
-            "sha256": hashlib.sha256(value.contiguous().reshape(-1).view(torch.uint8).numpy()).hexdigest(),
-        }
-        for name, value in sorted(weights.items())
-    }
+    tensors = {name: TensorEntry.of(value).as_row() for name, value in sorted(weights.items())}
     return {
         "layout": LAYOUT,
         "version": version,

@@ -223,7 +223,7 @@ def _start(job: Job, source: Checkpoint) -> tuple[dict[str, Any], BlockDraft, in
         return config, BlockDraft(shape, weights), 0
     opened = DraftCheckpoint.open(path, source.config)
     weights = {name: value.float() for name, value in opened.tensors()}
-    return dict(opened.source.config), BlockDraft(opened.shape, weights), files.read_version(opened.source.path)
+    return dict(opened.source.config), BlockDraft(opened.shape, weights), opened.version
 
 
 def _check_identity(place: Path, identity: dict[str, Any]) -> None:
