@@ -9,7 +9,7 @@ from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.checkpoint.tiny import tiny_config, write_tiny
 from inkling_rl.draft.shape import DraftShape
 from trainer.draft.completions import Completion
-from trainer.draft.loop import Plan, StepResult, Training
+from trainer.draft.loop import Masters, Plan, StepResult, Training
 from trainer.draft.model import BlockDraft, new_weights
 from trainer.draft.target import Target
 
@@ -32,7 +32,8 @@ def completions() -> list[Completion]:
 def advance(checkpoint: Checkpoint, device: str, dtype: torch.dtype, steps: int = 1) -> tuple[StepResult, Training]:
     target = Target.load(checkpoint, SHAPE.target_layers, torch.device(device), dtype)
     start = BlockDraft(SHAPE, new_weights(tiny_config(), torch.ones(SHAPE.hidden_size), seed=1))
-    training = Training(start, target, completions(), Plan(num_epochs=steps, batch_size=8, learning_rate=1e-2))
+    plan = Plan(num_epochs=steps, batch_size=8, learning_rate=1e-2)
+    training = Training(Masters(start, target.device), target, completions(), plan)
     for _ in range(steps):
         result = training.advance()
     return result, training

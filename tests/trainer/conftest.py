@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from inkling_rl.checkpoint.tiny import write_tiny
 from inkling_rl.recipe import Recipe
@@ -42,6 +43,21 @@ def _vllm_can_be_imported_afterwards() -> Iterator[None]:
     """The trainer keeps vLLM out of its process; other packages' tests run engines in this one."""
     yield
     vendor.restore()
+
+
+@pytest.fixture(scope="package")
+def process_group() -> Iterator[None]:
+    """What workers join in this process, once: DeepSpeed keeps hold of the first one."""
+    yield
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def own_workers(process_group: None) -> Iterator[None]:
+    """For modules with workers in this process: afterwards it computes as before."""
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 @pytest.fixture(scope="session")

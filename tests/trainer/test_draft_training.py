@@ -14,7 +14,7 @@ from inkling_rl.draft.reference import ReferenceDraft
 from inkling_rl.draft.shape import PREFIX, DraftShape
 from trainer.draft import losses
 from trainer.draft.completions import Blocks, Completion, make_blocks, sample_anchors
-from trainer.draft.loop import Plan, StepResult, Training, save_state
+from trainer.draft.loop import Masters, Plan, StepResult, Training, save_state
 from trainer.draft.losses import Coefficients, decay, score
 from trainer.draft.model import BlockDraft, new_weights
 from trainer.draft.target import States, Target
@@ -296,7 +296,7 @@ def test_anchors_follow_from_the_seed_and_have_a_successor(completions: list[Com
 def train(target: Target, completions: list[Completion], **changes: object) -> Training:
     plan = Plan(**({"num_epochs": 8, "batch_size": 2, "learning_rate": 1e-2, "max_anchors": 4} | changes))  # type: ignore[arg-type]
     start = new_weights(tiny_config(), torch.ones(SHAPE.hidden_size), seed=1)
-    return Training(BlockDraft(SHAPE, start), target, completions, plan)
+    return Training(Masters(BlockDraft(SHAPE, start), target.device), target, completions, plan)
 
 
 def test_a_target_in_bfloat16_gives_nearly_the_same_loss(

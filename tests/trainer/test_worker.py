@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import socket
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -13,46 +11,17 @@ import torch
 from safetensors.torch import load_file
 
 from tests.trainer.conftest import Recipes
+from tests.trainer.workers import build_worker
+
+pytestmark = pytest.mark.usefixtures("own_workers")
 
 RESPONSES = 12
 
 
-@pytest.fixture(scope="module", autouse=True)
-def process_group() -> Iterator[None]:
-    """One rank of gloo, as the worker makes it."""
-    yield
-    torch.distributed.destroy_process_group()
-    torch.use_deterministic_algorithms(False)
-
-
 @pytest.fixture(scope="module")
 def build(recipes: Recipes) -> Any:
-    """Makes a worker in this process, as Ray would in its own."""
-    from trainer import skyrl_config
-    from trainer.worker import PolicyWorkerCore
-
-    def make(steps: int = 4, **changes: Any) -> Any:
-        recipe = recipes(**changes)
-        cfg = skyrl_config.build(
-            recipe,
-            model_path=Path(recipe.model.path),
-            run_dir=Path("unused"),
-            engine_url="http://127.0.0.1:1",
-            stop_token_ids=[263],
-        )
-        with socket.socket() as free:
-            free.bind(("127.0.0.1", 0))
-            port = free.getsockname()[1]
-        worker = PolicyWorkerCore(
-            cfg=cfg.trainer, world_size=1, rank=0, local_rank=0, master_addr="127.0.0.1", master_port=port,
-            sequence_parallel_size=1,
-        )  # fmt: skip
-        worker.init_worker_process_group()
-        torch.set_num_threads(1)  # threads of a test's process spin where it shares its cores
-        worker.init_model(recipe.model.path, num_training_steps=steps)
-        return worker
-
-    return make
+    """Makes a worker in this process."""
+    return lambda steps=4, **changes: build_worker(recipes(**changes), steps)
 
 
 def batch(seed: int = 0) -> Any:

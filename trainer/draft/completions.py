@@ -139,7 +139,7 @@ def load_completions(
         made = _sample(batch, target, sampling, f"completions/{seed}/{len(completions)}")
         if cache:
             with cache.open("a", encoding="utf-8") as file:
-                file.write(_lines(made))
+                file.write(write_lines(made))
         completions += made
         report(len(completions), len(wanted))
     random.Random(f"order/{seed}").shuffle(completions)
@@ -174,8 +174,8 @@ def _cached(cache: Path, sizes: Sequence[int]) -> list[Completion]:
         return []
     *lines, _ = cache.read_text(encoding="utf-8").split("\n")
     lines = lines[: sum(sizes[: _whole(len(lines), sizes)])]
-    completions = [Completion(*(tuple(json.loads(line)[name]) for name in TOKEN_COLUMNS)) for line in lines]
-    cache.write_text(_lines(completions), encoding="utf-8")
+    completions = read_lines("\n".join(lines))
+    cache.write_text(write_lines(completions), encoding="utf-8")
     return completions
 
 
@@ -184,7 +184,13 @@ def _whole(count: int, sizes: Sequence[int]) -> int:
     return bisect_right(list(accumulate(sizes)), count)
 
 
-def _lines(completions: Iterable[Completion]) -> str:
+def read_lines(text: str) -> list[Completion]:
+    """What `write_lines` wrote."""
+    return [Completion(*(tuple(json.loads(line)[name]) for name in TOKEN_COLUMNS)) for line in text.splitlines()]
+
+
+def write_lines(completions: Iterable[Completion]) -> str:
+    """Completions as `--data` takes them, one JSON object a line."""
     return "".join(json.dumps(dict(zip(TOKEN_COLUMNS, c, strict=True))) + "\n" for c in completions)
 
 

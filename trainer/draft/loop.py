@@ -1,8 +1,9 @@
 """The optimiser's loop over completions: batches, schedule, gradients, and a state that can be continued from.
 
-Everything drawn at random follows from the seed and the step, so a state is weights, optimiser and step. Source: DSpark
-(arXiv 2607.05147) for the numbers of `Plan`: AdamW without weight decay, 4 % warm-up, gradients clipped to 1, ten
-epochs. Departure: after the warm-up the rate follows half a cosine to zero; what the paper's does is not said.
+Everything drawn at random follows from the seed and the step, so a state is weights, optimiser and step. Several ranks
+train one draft: each takes a share of a step's micro-batches, and gradients are added up. Source: DSpark (arXiv
+2607.05147) for the numbers of `Plan`: AdamW without weight decay, 4 % warm-up, gradients clipped to 1, ten epochs.
+Departure: after the warm-up the rate follows half a cosine to zero; what the paper's does is not said.
 """
 
 from __future__ import annotations
@@ -10,15 +11,16 @@ from __future__ import annotations
 import math
 import os
 import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import batched
 from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 
-from trainer.draft.completions import Completion, make_blocks, sample_anchors
+from trainer.draft.completions import Blocks, Completion, make_blocks, sample_anchors
 from trainer.draft.losses import Coefficients, decay, score
 from trainer.draft.model import BlockDraft
 from trainer.draft.target import Target
@@ -72,11 +74,77 @@ class StepResult:
     grad_norm: float
 
 
-class Training:
-    """Weights in training, their optimiser and the step."""
+@dataclass(frozen=True, slots=True)
+class Share:
+    """Which part of every step is this process's."""
 
-    def __init__(self, draft: BlockDraft, target: Target, completions: Sequence[Completion], plan: Plan) -> None:
-        """`draft` gives shape and starting values.
+    rank: int = 0
+    world_size: int = 1
+
+    def of(self, batches: Sequence[Blocks]) -> list[Blocks]:
+        """This rank's micro-batches, as many as every other rank's: one without weight where there are too few.
+
+        The target's weights may be spread over ranks, so that all of them must run it equally often.
+        """
+        rounds = range(0, len(batches), self.world_size)
+        blank = batches[-1]._replace(weights=torch.zeros_like(batches[-1].weights))
+        return [batches[at] if (at := first + self.rank) < len(batches) else blank for first in rounds]
+
+    def add_up(self, tensors: Iterable[torch.Tensor]) -> None:
+        """Sums over ranks, in place."""
+        if self.world_size > 1:
+            for tensor in tensors:
+                dist.all_reduce(tensor)
+
+
+class Masters:
+    """A draft's weights in training, float32, and their optimiser."""
+
+    def __init__(self, draft: BlockDraft, device: torch.device) -> None:
+        """Shape and starting values are those of `draft`, which is copied."""
+        self.device = device
+        weights = {
+            name: value.to(device, torch.float32, copy=True).requires_grad_() for name, value in draft.weights.items()
+        }
+        self.draft = BlockDraft(draft.shape, weights)
+        self.optimizer = torch.optim.AdamW(weights.values(), betas=(0.9, 0.95), weight_decay=0.0)
+
+    def step(self, rate: float, max_grad_norm: float) -> float:
+        """One step at a learning rate. Returns the gradients' norm before clipping."""
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        norm = torch.nn.utils.clip_grad_norm_(self.draft.weights.values(), max_grad_norm)
+        self.optimizer.step()
+        self.optimizer.zero_grad()
+        return float(norm)
+
+    def state(self) -> dict[str, Any]:
+        """Tensors and numbers to continue from."""
+        return {
+            "weights": {name: value.detach() for name, value in self.draft.weights.items()},
+            "optimizer": self.optimizer.state_dict(),
+        }
+
+    def restore(self, state: Mapping[str, Any]) -> None:
+        """Continue from what `state` gave."""
+        with torch.no_grad():
+            for name, value in self.draft.weights.items():
+                value.copy_(state["weights"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+
+
+class Training:
+    """Masters, what they are trained on, and the step."""
+
+    def __init__(
+        self,
+        masters: Masters,
+        target: Target,
+        completions: Sequence[Completion],
+        plan: Plan,
+        share: Share = Share(),
+    ) -> None:
+        """`masters` are trained in place; `completions` are all ranks' and the same on each.
 
         Raises:
             ValueError: no completion is long enough to have an anchor.
@@ -86,13 +154,8 @@ class Training:
             raise ValueError(
                 "--data must have completions of two tokens or more; got none. Give the draft something to predict"
             )
-        self.target, self.plan = target, plan
-        weights = {
-            name: value.to(target.device, torch.float32, copy=True).requires_grad_()
-            for name, value in draft.weights.items()
-        }
-        self.draft = BlockDraft(draft.shape, weights)
-        self.optimizer = torch.optim.AdamW(weights.values(), lr=plan.learning_rate, betas=(0.9, 0.95), weight_decay=0.0)
+        self.masters, self.target, self.plan, self.share = masters, target, plan, share
+        self.draft = masters.draft
         self.num_steps = plan.num_steps(len(self.completions))
         self.step = 0
         self._orders: dict[int, list[int]] = {}
@@ -106,19 +169,17 @@ class Training:
     def advance(self) -> StepResult:
         """One optimiser step."""
         plan, shape = self.plan, self.draft.shape
-        for group in self.optimizer.param_groups:
-            group["lr"] = plan.rate(self.step, self.num_steps)
         decay_B = decay(shape.block_size, plan.decay_gamma)
         batches = [
             make_blocks([c for c, _ in part], [a for _, a in part], shape.mask_token_id, decay_B)
             for part in batched(self._batch(), plan.micro_batch_size)
         ]
-        # The denominators are those of the whole batch, so its cut into micro-batches changes nothing.
+        # The denominators are those of the whole batch, so its cut into micro-batches and shares changes nothing.
         total = float(sum(float(blocks.weights.sum()) for blocks in batches))
         counts_B = sum((blocks.weights > 0).sum((0, 1)) for blocks in batches)
         sums = torch.zeros(4)
         accepted_B = torch.zeros(shape.block_size)
-        for blocks in batches:
+        for blocks in self.share.of(batches):
             scored = forward(self.draft, self.target, blocks.to(self.target.device))
             losses = score(
                 scored, self.target.logits, self.draft.weights["markov_head.markov_w2.weight"], shape.block_size
@@ -127,9 +188,9 @@ class Training:
             loss.backward()
             sums += torch.stack([loss * total, *losses[:3]]).detach().float().cpu()
             accepted_B += losses.acceptance.float().cpu()
-        grad_norm = torch.nn.utils.clip_grad_norm_(self.draft.weights.values(), plan.max_grad_norm)
-        self.optimizer.step()
-        self.optimizer.zero_grad()
+        gradients = [value.grad for value in self.draft.weights.values() if value.grad is not None]
+        self.share.add_up([*gradients, sums, accepted_B])
+        grad_norm = self.masters.step(plan.rate(self.step, self.num_steps), plan.max_grad_norm)
         self.step += 1
         loss, cross_entropy, distance, confidence = (sums / total).tolist()
         acceptance = (accepted_B / counts_B).nan_to_num().tolist()
@@ -139,7 +200,7 @@ class Training:
             distance=distance,
             confidence=confidence,
             acceptance=tuple(acceptance),
-            grad_norm=float(grad_norm),
+            grad_norm=grad_norm,
         )
 
     def _batch(self) -> list[tuple[Completion, list[int]]]:
@@ -163,19 +224,12 @@ class Training:
 
     def state(self) -> dict[str, Any]:
         """Tensors and numbers to continue from."""
-        return {
-            "step": self.step,
-            "weights": {name: value.detach() for name, value in self.draft.weights.items()},
-            "optimizer": self.optimizer.state_dict(),
-        }
+        return {"step": self.step, **self.masters.state()}
 
-    def restore(self, state: dict[str, Any]) -> None:
+    def restore(self, state: Mapping[str, Any]) -> None:
         """Continue from what `state` gave."""
         self.step = state["step"]
-        with torch.no_grad():
-            for name, value in self.draft.weights.items():
-                value.copy_(state["weights"][name])
-        self.optimizer.load_state_dict(state["optimizer"])
+        self.masters.restore(state)
 
 
 def save_state(path: Path, state: dict[str, Any]) -> None:

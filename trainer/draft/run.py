@@ -26,7 +26,7 @@ from inkling_rl.draft.shape import DraftShape
 from lora.base import fingerprint
 from trainer.draft import files
 from trainer.draft.completions import Completion, Sampling, load_completions, read_data
-from trainer.draft.loop import Plan, StepResult, Training, save_state
+from trainer.draft.loop import Masters, Plan, StepResult, Training, save_state
 from trainer.draft.measure import Worth, measure
 from trainer.draft.model import BlockDraft, new_weights
 from trainer.draft.target import Target
@@ -131,7 +131,7 @@ def _train(job: Job, progress: DraftProgress) -> int:
             job.data, target, source.path, job.sampling, job.plan.seed, cache, progress.sampled
         )
         train_part, held_out = split(completions, job.plan.seed)
-        training = Training(start, target, train_part, job.plan)
+        training = Training(Masters(start, device), target, train_part, job.plan)
         if not _run(training, place / "state.pt", progress):
             progress.line(f"interrupted at step {training.step}/{training.num_steps}; the same command continues")
             return INTERRUPTED

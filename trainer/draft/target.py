@@ -1,4 +1,6 @@
-"""The frozen target of a draft: hidden states that the draft sees, logits that it is compared with, completions.
+"""The target of a draft: hidden states that the draft sees, logits that it is compared with, completions.
+
+Nothing of it is trained here. It may be a checkpoint, or the policy of a run with its live adapter.
 
 A layer's output is what transformers' decoder layer returns, the running sum of its residual block; the engine hands
 over the same (`rollout.plugin.model`). It is taken from the layers themselves: transformers puts the normed final state
@@ -30,10 +32,10 @@ class States(NamedTuple):
 
 
 class Target:
-    """transformers' `Inkling2ForCausalLM`, frozen, on one device."""
+    """transformers' `Inkling2ForCausalLM` on one device, in evaluation mode. No gradient reaches its weights."""
 
     def __init__(self, model: Any, layers: Sequence[int]) -> None:
-        """`layers` are those whose outputs the draft sees."""
+        """`layers` are those whose outputs the draft sees. `model` may have an adapter inside, but none at its head."""
         self.model = model.eval()
         self.layers = tuple(layers)
         self.device: torch.device = next(model.parameters()).device
@@ -71,7 +73,9 @@ class Target:
     @torch.no_grad()
     def embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embedding with its norm, [..., H]."""
-        return self.model.model.embed_tokens(ids)
+        # Detached: under gradient checkpointing a hook makes it ask for one.
+        embedded: torch.Tensor = self.model.model.embed_tokens(ids)
+        return embedded.detach()
 
     @torch.no_grad()
     def complete(
