@@ -131,7 +131,7 @@ HALF_MAX = 65504
 FALLBACKS = Kernels(**_FALLBACKS, fell_back=tuple(_FALLBACKS))
 """No Triton at all: any device, for tests and for `INKLING_RL_KERNELS=torch`."""
 
-# Measured on an H200 by tests.benchmarks.fallback_gpu, launches included: attention at a context of 8,192, the others on
+# Measured on an H200 by tests.benchmarks.fallback_gpu with launches: attention at a context of 8,192, the others on
 # steps of 9 to 1,030 rows. Where a step computes more, the ratio is larger.
 SLOWDOWNS: dict[str, float] = {
     "tap_sources": 13, "prepare": 30, "conv_mix": 15, "route": 3, "activation": 3, "align": 7, "weighted_sum": 8,
