@@ -31,6 +31,12 @@ PLUGIN = "inkling2"
 
 STRICT_KERNELS = "strict_kernels"
 
+DRAFT_WORKER = "rollout.plugin.draft_versions.DraftTransfer"
+"""Mixed into the workers of an engine with a draft: how its weights are replaced while it runs."""
+
+DRAFT_ROUTES = "rollout.draft_routes.DraftRoutes"
+"""Adds the same to an API server, see there."""
+
 UNSET = "VLLM_CPU_KVCACHE_SPACE"  # an old setting in whole GiB that silently wins over kv_cache_memory_bytes
 
 
@@ -110,6 +116,7 @@ def engine_arguments(recipe: Recipe, *, model: str | None = None, device: Device
     arguments["additional_config"] = {PLUGIN: {STRICT_KERNELS: strict}}
     if rollout.draft:
         arguments["speculative_config"] = draft_arguments(recipe, arguments["model"], device)
+        arguments["worker_extension_cls"] = DRAFT_WORKER
     return arguments | {key.replace("-", "_"): value for key, value in rollout.vllm_args.items()}
 
 

@@ -65,8 +65,26 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftStatus:
+    """Which draft an engine drafts with, and which it could go back to."""
+
+    version: int
+    files: str | None
+    """Digest of the tensors in its files; None for a draft without a manifest, which is version 0."""
+
+    memory: str
+    """Digest of the tensors that it computes with."""
+
+    held: int | None
+    """Version that is held beside it: staged, or replaced by it."""
+
+    num_blocks: int
+    """Drafted since it serves."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Publication:
-    """One version of the policy made visible to every engine."""
+    """One version of the policy, or of its draft, made visible to every engine."""
 
     version: int
     kind: PublicationKind

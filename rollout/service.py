@@ -24,6 +24,7 @@ from typing import Any
 
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.engine_args import (
+    DRAFT_ROUTES,
     check_memory,
     command_line,
     engine_arguments,
@@ -41,6 +42,7 @@ CHAT_ARGUMENTS: dict[str, Any] = {
     # vLLM's own parsers for the wire format of Inkling 1, which Inkling 2 keeps; they find our special tokens by name.
     "tool_call_parser": "inkling",
     "reasoning_parser": "inkling",
+    "middleware": [DRAFT_ROUTES],
 }
 
 

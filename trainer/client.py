@@ -17,11 +17,13 @@ from collections import Counter
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager, nullcontext
 from functools import reduce
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 from skyrl.backends.skyrl_train.inference_servers.remote_inference_client import RemoteInferenceClient
 
+from inkling_rl.types import DraftStatus
 from trainer.acceptance import DraftCounts
 from trainer.engine import BASE_MODEL_NAME, EngineError
 
@@ -157,6 +159,42 @@ class EngineClient(RemoteInferenceClient):
         )
         return reduce(DraftCounts.plus, (DraftCounts.parse(text.decode()) for text in texts))
 
+    async def draft_status(self, url: str) -> DraftStatus:
+        """Which draft an engine drafts with."""
+        return DraftStatus(**await self.request("GET", f"{url}/v1/draft"))
+
+    async def stage_draft(self, url: str, directory: Path, version: int, replaces: int | None) -> tuple[str, str]:
+        """Has an engine read and check a draft and hold it beside the one that serves.
+
+        Args:
+            url: of the engine.
+            directory: of the draft, readable for the engine.
+            version: of the draft.
+            replaces: version that must serve; the draft's `parent_version` unless given.
+
+        Returns:
+            Digests of the tensors in the files and as they are in memory.
+        """
+        body = {"directory": str(directory), "version": version, "replaces": replaces}
+        answer = await self.request("POST", f"{url}/v1/draft/stage", body)
+        return answer["files"], answer["memory"]
+
+    async def switch_draft(self, url: str, version: int) -> DraftStatus:
+        """Has an engine draft with the version that it holds, from its next step on."""
+        return DraftStatus(**await self.request("POST", f"{url}/v1/draft/switch", {"version": version}))
+
+    async def forget_draft(self, url: str, version: int) -> DraftStatus:
+        """Has an engine let a version go, and go back to what it replaced if it serves."""
+        return DraftStatus(**await self.request("POST", f"{url}/v1/draft/forget", {"version": version}))
+
+    async def draft_once(self, url: str) -> None:
+        """A request to one engine that is just long enough to be drafted for."""
+        name = model_name(self.policy_version)
+        sampling = {"max_tokens": 2, "temperature": 0.0, "ignore_eos": True}
+        body = {"model": name, "token_ids": [0, 0], "sampling_params": sampling}
+        async with self._using(name), self._slots or nullcontext():
+            await self.request("POST", f"{url}/inference/v1/generate", body)
+
     async def load_adapter(self, name: str, directory: str) -> None:
         """Loads an adapter into every engine under a name that was never used before."""
         body = {"lora_name": name, "lora_path": directory}
@@ -224,7 +262,7 @@ class EngineClient(RemoteInferenceClient):
         status, content = task.result()
         self._last_answer = time.monotonic()
         if status != 200:
-            raise EngineError(f"the engine answered {method} {url} with {status}: {content[:2000]!r}")
+            raise EngineError(f"the engine answered {method} {url} with {status}: {_reason(content)}")
         return _decoded(content) if is_json else content
 
     async def _exchange(self, method: str, url: str, body: Any) -> tuple[int, bytes]:
@@ -246,6 +284,14 @@ class EngineClient(RemoteInferenceClient):
         """Closes the connections; call it from the loop that used them."""
         if self._session is not None:
             await self._session.close()
+
+
+def _reason(content: bytes) -> str:
+    """What an error answer says, in vLLM's form or any other."""
+    try:
+        return str(_decoded(content)["error"]["message"])
+    except (ValueError, KeyError, TypeError):
+        return repr(content[:2000])
 
 
 def _decoded(content: bytes) -> Any:

@@ -19,7 +19,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from inkling_rl.engine_args import UNSET, command_line, engine_environment
+from inkling_rl.engine_args import DRAFT_ROUTES, UNSET, command_line, engine_environment
 from trainer.server import LAUNCHER, SOCKET
 
 HOST = "127.0.0.1"
@@ -28,11 +28,12 @@ BASE_MODEL_NAME = "base"
 """What the engine calls the model without an adapter: policy version 0."""
 
 # Beyond what the recipe decides: log-probabilities of the distribution that was sampled from (after the temperature),
-# sampling defaults of the request alone, and a fixed name for the base.
+# sampling defaults of the request alone, a fixed name for the base, and a way to replace the draft.
 SERVER_ARGUMENTS: dict[str, Any] = {
     "served_model_name": [BASE_MODEL_NAME],
     "logprobs_mode": "processed_logprobs",
     "generation_config": "vllm",
+    "middleware": [DRAFT_ROUTES],
 }
 
 
@@ -47,6 +48,10 @@ def visible_gpus() -> list[str]:
 
 class EngineError(RuntimeError):
     """The engine did not start, died, hung, or answered with an error. The message says which; its log says why."""
+
+
+class PublicationError(RuntimeError):
+    """A version that is not served as it was trained. The version before it still serves."""
 
 
 class PortError(ValueError):

@@ -10,7 +10,7 @@
 
 A failure before the switch forgets the new name again and raises; what served before still serves.
 
-Not here: full weights and drafts (same machine, another stage), and the adapter's arithmetic.
+Not here: the draft's publication (`trainer.publish_draft`), full weights, and the adapter's arithmetic.
 """
 
 from __future__ import annotations
@@ -23,12 +23,9 @@ from pathlib import Path
 
 from inkling_rl.types import Publication
 from trainer.client import EngineClient, model_name
-from trainer.engine import EngineError
+from trainer.engine import EngineError, PublicationError
 from trainer.probe import Probe, ProbeResult, compare_changes, mean_abs
-
-
-class PublicationError(RuntimeError):
-    """A version that is not served as it was trained. The version before it still serves."""
+from trainer.publish_draft import DraftPublisher
 
 
 class Publisher:
@@ -59,6 +56,11 @@ class Publisher:
         self.score = score
         self.probe: Probe | None = None
         self.last_result: ProbeResult | None = None
+        self.drafts = DraftPublisher(client, timeout)
+
+    async def publish_draft(self, directory: Path, version: int, replaces: int | None = None) -> Publication:
+        """Makes the draft of a directory serve in every engine; see `DraftPublisher.publish`."""
+        return await self.drafts.publish(directory, version, replaces)
 
     async def publish(self, version: int) -> Publication:
         """Makes the trainer's live adapter visible as `version`. Version 0 is the base, which needs no staging.

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from inkling_rl.checkpoint.layout import CheckpointError, TensorSpec
 from inkling_rl.checkpoint.reader import read_json
+from inkling_rl.checkpoint.tensor_file import num_bytes
 
 if TYPE_CHECKING:
     import torch
@@ -88,6 +89,11 @@ class Manifest:
     def digest(self) -> str:
         """64 hexadecimal digits that identify names and contents of all tensors."""
         return digest({name: entry.sha256 for name, entry in self.tensors.items()})
+
+    @property
+    def num_bytes(self) -> int:
+        """Of all tensors."""
+        return sum(num_bytes(entry.spec) for entry in self.tensors.values())
 
     def check(self, name: str, tensor: torch.Tensor) -> None:
         """Compare a tensor with its checksum.

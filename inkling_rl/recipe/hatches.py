@@ -21,6 +21,7 @@ VLLM_ARGS_SET_BY_RECIPE = {
     "kv_cache_memory_bytes": "rollout.kv_cache_gib",
     "additional_config": "rollout.strict_kernels",
     "speculative_config": "rollout.draft",
+    "worker_extension_cls": "rollout.draft",
     "port": "rollout.port",
     "max_lora_rank": "lora.rank",
     "lora_target_modules": "lora.targets",
@@ -33,6 +34,7 @@ VLLM_ARGS_OF_THE_TRAINER = (
     "enable_lora",
     "host",
     "disable_uvicorn_access_log",
+    "middleware",
 )
 SKYRL_ARGS_SET_BY_RECIPE = {
     "data.train_data": "data.train",

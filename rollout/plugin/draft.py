@@ -24,6 +24,7 @@ from rollout.kernels import draft as kernels
 from rollout.kernels import ops
 from rollout.kernels.draft import Angles, Blocks
 from rollout.plugin.attn_residual import RMSNormWeight
+from rollout.plugin.draft_versions import DraftVersions
 from rollout.plugin.linear import Weight
 from rollout.plugin.paging import CacheSlice
 
@@ -154,6 +155,13 @@ class Draft(nn.Module):
         self.norm = RMSNormWeight(shape.hidden_size)
         self.markov_head = RnnHead(shape, dtype)
         self.confidence_head = ConfidenceHead(shape, dtype) if shape.has_confidence else None
+        self.versions: DraftVersions | None = None
+        """What serves and how it can be replaced; None without weights from files."""
+
+    @property
+    def version(self) -> int:
+        """Of the weights; 0 for weights that nobody trained here."""
+        return self.versions.version if self.versions else 0
 
     def store_context(self, outputs_TC: torch.Tensor, positions_T: torch.Tensor, slots_T: torch.Tensor) -> None:
         """Write the context of a step's tokens into the pages of every layer.
@@ -170,6 +178,8 @@ class Draft(nn.Module):
 
     def hidden(self, embedded_TH: torch.Tensor, blocks: Blocks) -> torch.Tensor:
         """Final hidden states of the blocks' rows, float32 [R * block_size, H], from their embedded tokens."""
+        if self.versions is not None:
+            self.versions.num_blocks += len(blocks.lengths)
         positions_RB = blocks.lengths[:, None] + torch.arange(self.shape.block_size)
         angles = self.angles(positions_RB.flatten())
         for layer, cache in zip(self.layers, self.cache, strict=True):
@@ -191,6 +201,7 @@ class Draft(nn.Module):
             written.add(name)
         if missing := sorted(parameters.keys() - written):
             raise CheckpointError(f"{draft.source.path} must hold the draft's {missing[0]}; it does not. Copy it again")
+        self.versions = DraftVersions(self, self.shape, draft)
 
 
 def rms_norm(x_TH: torch.Tensor, norm: RMSNormWeight, eps: float) -> torch.Tensor:

@@ -46,6 +46,9 @@ class DSparkProposer(AnyProposer):
         self.silent = 0
         """Drafts verified since a drafted token was last accepted."""
 
+        self.watched = 0
+        """Version of the draft that `silent` counts for."""
+
     def load_model(self, target_model: Any) -> None:
         """Build the draft on the target's pages, embedding and head, and read its weights."""
         config = self.vllm_config
@@ -138,6 +141,8 @@ class DSparkProposer(AnyProposer):
 
     def watch(self, num_verified: int, num_accepted: int) -> None:
         """Warn once per stretch of drafts of which nothing was accepted: they only cost time."""
+        if self.watched != self.model.version:
+            self.watched, self.silent = self.model.version, 0
         if num_accepted:
             self.silent = 0
             return

@@ -12,6 +12,7 @@ import pytest
 from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.tiny import write_tiny
 from inkling_rl.engine_args import (
+    DRAFT_WORKER,
     Device,
     EngineArgumentError,
     command_line,
@@ -81,20 +82,23 @@ def test_kernels_are_strict_on_gpus_unless_the_recipe_says_otherwise(
 def test_a_draft_is_all_that_a_recipe_says(tmp_path: Path) -> None:
     path = str(write_tiny(tmp_path / "tiny"))
     asked = recipe(draft={"num_tokens": 7, "sampling": "probabilistic"})
-    assert engine_arguments(asked, model=path, device="cpu")["speculative_config"] == {
+    arguments = engine_arguments(asked, model=path, device="cpu")
+    assert arguments["worker_extension_cls"] == DRAFT_WORKER
+    assert arguments["speculative_config"] == {
         "method": "dflash",
         "model": path,
         "num_speculative_tokens": 7,
         "draft_sample_method": "probabilistic",
         "disable_eagle_block_drop": True,
     }
-    assert "speculative_config" not in engine_arguments(recipe(), model=path, device="cpu")
+    assert (
+        not {"speculative_config", "worker_extension_cls"} & engine_arguments(recipe(), model=path, device="cpu").keys()
+    )
     with pytest.raises(CheckpointError, match=r"rollout.draft.num_tokens must be 1 to 7.*; got 8"):
         engine_arguments(recipe(draft={"num_tokens": 8}), model=path, device="cpu")
     with pytest.raises(CheckpointError, match="found none"):
         engine_arguments(recipe(draft={"path": str(tmp_path / "absent")}), model=path, device="cpu")
-    with pytest.raises(EngineArgumentError, match=r"rollout\.draft must be left out on a GPU"):
-        engine_arguments(asked, model=path, device="cuda")
+    assert engine_arguments(asked, model=path, device="cuda")["speculative_config"]["method"] == "dspark"
     with pytest.raises(
         EngineArgumentError, match=r"tensor_parallel_size must be 1 where rollout.draft is given; got 2"
     ):

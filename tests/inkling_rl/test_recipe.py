@@ -96,6 +96,8 @@ def test_owners_of_vendor_keys_exist() -> None:
             "rollout.draft.tokens is no key of the recipe. Did you mean rollout.draft.num_tok",
         ),
         ("rollout.vllm_args.speculative_config={method: ngram}", "rollout.draft decides it"),
+        ("rollout.vllm_args.worker-extension-cls=a.B", "rollout.draft decides it"),
+        ("rollout.vllm_args.middleware=[a.B]", "must not be set: the trainer needs its own value"),
         ("rollout.strict_kernels=1", "rollout.strict_kernels must be a boolean; got 1. A GPU kernel that does not"),
     ],
 )

@@ -10,7 +10,46 @@ from typing import Any
 
 import torch
 
+from inkling_rl.checkpoint.reader import Checkpoint
+from inkling_rl.draft.checkpoint import DraftCheckpoint
+from inkling_rl.draft.shape import standalone_config
+from trainer.draft import files
+
 NUM_TOKENS = 7
+
+
+def write_version(
+    base: Path, directory: Path, version: int, parent: int | None, *, noise: float = 0.0, seed: int | None = None
+) -> Path:
+    """The draft in `base` in a directory of its own, as another version.
+
+    Args:
+        base: a checkpoint with a draft.
+        directory: to be made.
+        version, parent: what `draft.json` says.
+        noise: every weight is moved by this share of its tensor's deviation.
+        seed: of the noise; the version unless given.
+    """
+    checkpoint = Checkpoint.open(base)
+    opened = DraftCheckpoint.open(base, checkpoint.config)
+    generator = torch.Generator().manual_seed(version if seed is None else seed)
+    weights = {
+        name: (value + noise * value.float().std(correction=0) * torch.randn(value.shape, generator=generator)).to(
+            value.dtype
+        )
+        for name, value in opened.tensors()
+    }
+    contents = files.manifest(weights, checkpoint, version=version, parent_version=parent, facts={})
+    return files.write_draft(directory, standalone_config(opened.source.config), weights, contents)
+
+
+def switch_draft(llm: Any, version: int) -> dict[str, Any]:
+    """What `rollout.draft_routes` does, for an engine in this process."""
+    core = llm.llm_engine.engine_core.engine_core
+    core.pause_scheduler("keep", clear_cache=True)
+    [answer] = llm.collective_rpc("switch_draft", args=(version,))
+    core.resume_scheduler()
+    return answer
 
 
 def speculative(path: str | Path, sampling: str = "probabilistic", num_tokens: int = NUM_TOKENS) -> dict[str, Any]:
