@@ -291,7 +291,11 @@ def _recipe_of(run: Path) -> str:
 
 
 def _preview(recipe: Any) -> list[str]:
-    """What a run of this recipe does per step, in a few lines."""
+    """What a run of this recipe does per step, in a few lines.
+
+    Raises:
+        ValueError: checkpoint and draft are on this machine and do not fit each other, the recipe or the engine.
+    """
     batch = recipe.trainer.train_batch_size * recipe.algorithm.n_samples_per_prompt
     updates = recipe.trainer.train_batch_size // recipe.policy_mini_batch_size
     model = recipe.model.path
@@ -300,8 +304,21 @@ def _preview(recipe: Any) -> list[str]:
         f"{recipe.trainer.num_steps} steps of {batch} completions, {updates} optimiser step{'s' * (updates > 1)} each",
         f"at most {batch * recipe.rollout.max_generate_length:,} generated tokens per step",
         f"model.path {model}: {'found' if found else 'not on this machine; a run checks it before anything starts'}",
+        *(_preview_draft(recipe) if recipe.rollout.draft and found else ()),
         "dry run: nothing was started",
     ]
+
+
+def _preview_draft(recipe: Any) -> list[str]:
+    from inkling_rl.engine_args import draft_arguments, installed_device
+
+    draft, batch = recipe.rollout.draft, recipe.trainer.train_batch_size * recipe.algorithm.n_samples_per_prompt
+    arguments = draft_arguments(recipe, recipe.model.path, installed_device())
+    lines = [f"rollout.draft: {draft.num_tokens} tokens at a time from the draft in {arguments['model']}"]
+    if draft.refresh:
+        every = draft.refresh.interval
+        lines.append(f"rollout.draft.refresh: after every {every} steps, on the {every * batch} completions of them")
+    return lines
 
 
 def _named(item: str) -> tuple[str, str]:

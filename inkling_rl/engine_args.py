@@ -79,12 +79,15 @@ def engine_environment(device: Device | None = None) -> dict[str, str]:
     }
 
 
-def engine_arguments(recipe: Recipe, *, model: str | None = None, device: Device | None = None) -> dict[str, Any]:
+def engine_arguments(
+    recipe: Recipe, *, model: str | None = None, draft: Path | None = None, device: Device | None = None
+) -> dict[str, Any]:
     """vLLM engine arguments of a recipe, by the names of `vllm.EngineArgs`.
 
     Args:
         recipe: read by `inkling_rl.recipe.load`.
         model: directory of the checkpoint, where it is not `model.path`.
+        draft: directory of the draft, where it is not the recipe's.
         device: of the engine; that of the installed build unless given.
 
     Raises:
@@ -115,12 +118,12 @@ def engine_arguments(recipe: Recipe, *, model: str | None = None, device: Device
     strict = device == "cuda" if rollout.strict_kernels is None else rollout.strict_kernels
     arguments["additional_config"] = {PLUGIN: {STRICT_KERNELS: strict}}
     if rollout.draft:
-        arguments["speculative_config"] = draft_arguments(recipe, arguments["model"], device)
+        arguments["speculative_config"] = draft_arguments(recipe, arguments["model"], device, draft)
         arguments["worker_extension_cls"] = DRAFT_WORKER
     return arguments | {key.replace("-", "_"): value for key, value in rollout.vllm_args.items()}
 
 
-def draft_arguments(recipe: Recipe, model: str, device: Device) -> dict[str, Any]:
+def draft_arguments(recipe: Recipe, model: str, device: Device, path: Path | None = None) -> dict[str, Any]:
     """vLLM's `speculative_config` of a recipe with `rollout.draft`, after a look at the draft's files.
 
     Raises:
@@ -139,7 +142,7 @@ def draft_arguments(recipe: Recipe, model: str, device: Device) -> dict[str, Any
             f"{recipe.rollout.tensor_parallel_size}. Leave one of them out"
         )
     target = read_json(resolve(model) / "config.json")
-    opened = DraftCheckpoint.open(draft.path or model, target)
+    opened = DraftCheckpoint.open(path or draft.path or model, target)
     opened.check_tokens(draft.num_tokens)
     return {
         # vLLM's DSpark is for GPUs and has no RNN head; the plugin puts its own proposer in the place of this one.

@@ -1,8 +1,9 @@
 """SkyRL's training loop with our parts in its hooks: batches, publication, evaluation, mismatch, checkpoints, metrics.
 
 The order of a step is SkyRL's (`RayPPOTrainer.train`): generate, reward, advantages, forward_backward and optim_step,
-[checkpoint staged], publish, [evaluate], log, [checkpoint committed]. A checkpoint gets its name only after the step's
-metrics are written: whatever is killed in between, a resumed run repeats whole steps and no row is missing.
+[checkpoint staged], publish, [refresh the draft], [evaluate], log, [checkpoint committed]. A checkpoint gets its name
+only after the step's metrics are written: whatever is killed in between, a resumed run repeats whole steps and no row
+is missing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ from trainer.generator import Generator
 from trainer.losses import mismatch
 from trainer.progress import Progress
 from trainer.publish import Publisher
-from trainer.resume import Checkpoints, RunState, identity_of, read_state
+from trainer.refresh import DraftRefresh
+from trainer.resume import Checkpoints, RunState, draft_version, identity_of, read_state, served_draft
 
 logger = logging.getLogger(__name__)
 
@@ -59,12 +61,20 @@ class PublishingDispatch(WorkerDispatch):
         """Publishes the live adapter as the version that equals the number of finished steps."""
         self.publication = await self.publisher.publish(self.loop.global_step)
         self.last_weight_sync_seconds = self.publication.seconds
+        if self.loop.refresh is not None:
+            await self.loop.refresh.after_publication(self.loop.global_step)
 
     async def call(self, method: str, *arguments: Any) -> Any:
         """A method of the policy worker on every rank; the first rank's answer."""
         references = self._actor_groups["policy"].async_run_ray_method("pass_through", method, *arguments)
         answers = await asyncio.gather(*(asyncio.wrap_future(reference.future()) for reference in references))
         return answers[0]
+
+    def wait_for(self, method: str, *arguments: Any) -> Any:
+        """`call` for SkyRL's hooks that are no coroutines."""
+        import ray
+
+        return ray.get(self._actor_groups["policy"].async_run_ray_method("pass_through", method, *arguments))[0]
 
 
 class Loop(RayPPOTrainer):
@@ -86,6 +96,9 @@ class Loop(RayPPOTrainer):
         self._is_first_batch = False  # whether the batch being trained on was sampled by the probe's first version
         self._mask: list[list[int]] = []
         self.drafted = DraftCounts()
+        self.refresh: DraftRefresh | None = None
+        served = served_draft(recipe, run_dir)
+        self._draft_version = draft_version(served) if served else None
         super().__init__(train_dataset=train, eval_dataset=None, **skyrl)
         if heldout is not None:
             self.eval_dataloader = Batches(heldout.items, recipe.trainer.eval_batch_size, is_shuffled=False, seed=None)
@@ -114,6 +127,16 @@ class Loop(RayPPOTrainer):
             score=lambda sequences: self.dispatch.call("score", sequences),
         )
         self.dispatch.attach(publisher, self)
+        draft = self.recipe.rollout.draft
+        if draft is not None and draft.refresh is not None:
+            self.refresh = DraftRefresh(
+                self.recipe,
+                self.run_dir,
+                call=lambda *called: self.dispatch.call("draft", *called),
+                wait_for=lambda *called: self.dispatch.wait_for("draft", *called),
+                publish=publisher.publish_draft,
+                progress=self.progress,
+            )
 
     async def generate(self, input_batch: Any) -> Any:
         """SkyRL's, preceded once by the making of the probe."""
@@ -127,6 +150,8 @@ class Loop(RayPPOTrainer):
         self.drafted = (await client.draft_counts()).plus(before, -1) if drafts else before
         self._mask = [list(mask) for mask in output["loss_masks"]]
         self._record_rollout(self.generator.samples)
+        if self.refresh is not None:
+            self.refresh.collect(self.generator.samples, self._mask)
         return output
 
     async def _probe_sequences(self) -> tuple[list[list[int]], list[int]]:
@@ -165,6 +190,9 @@ class Loop(RayPPOTrainer):
             metrics.COMPLETION_TRUNCATED: sum(s.stop_reason == "length" for s in samples) / len(samples),
             metrics.POLICY_VERSION: samples[0].policy_version,
         }
+        if self.recipe.rollout.draft is not None:
+            version = self.refresh.version if self.refresh else self._draft_version
+            self.all_metrics[metrics.DRAFT_VERSION_SERVED] = version
 
     def fwd_logprobs_values_reward(self, training_input: Any) -> Any:
         """SkyRL's, then the mismatch between engine and trainer over every sampled token.
@@ -212,15 +240,14 @@ class Loop(RayPPOTrainer):
         """Stages a checkpoint; `_commit_checkpoint` names it once the step is logged."""
         self._staged = self.checkpoints.begin(self.global_step)
         self.dispatch.save_checkpoint("policy", str(self._staged / "policy"))
-        import ray
-
-        export = ("pass_through", "export_adapter", str(self._staged / "adapter"))
-        ray.get(self.policy_model.async_run_ray_method(*export))
+        self.dispatch.wait_for("export_adapter", str(self._staged / "adapter"))
         return str(self._staged)
 
     def _commit_checkpoint(self, step: int) -> None:
         if self._staged is None:
             return
+        if self.refresh is not None:
+            self.refresh.save(self._staged)
         state = RunState(
             step=step,
             identity=identity_of(self.recipe),
@@ -239,6 +266,8 @@ class Loop(RayPPOTrainer):
         self.train_dataloader.load_state_dict(state.cursor)
         self.dispatch.load_checkpoint("policy", str(path / "policy"))
         self.dispatch.publisher.probe = state.probe if self.recipe.sync.probe else None
+        if self.refresh is not None:
+            self.refresh.restore(path)
         return state.step, str(path)
 
 
@@ -260,6 +289,7 @@ class StepRecord(TrainingCallback):
         publisher, publication = self.loop.dispatch.publisher, self.loop.dispatch.publication
         if callback_input.global_step > 0 and "timing/step" in logs:
             logs |= step_metrics(logs) | self.loop.drafted.metrics()
+            logs |= self.loop.refresh.metrics if self.loop.refresh else {}
             if publication is not None:
                 logs |= {metrics.SYNC_SECONDS: publication.seconds, metrics.SYNC_BYTES: publication.num_bytes}
             if publisher.last_result is not None:

@@ -18,10 +18,18 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from inkling_rl.checkpoint.reader import resolve
+from inkling_rl.draft.manifest import Manifest
 from inkling_rl.recipe import Recipe
 from trainer.probe import Probe
 
 LATEST = "latest"
+DRAFTS = "drafts"
+"""Directory of a run for the drafts that it has trained."""
+
+DRAFT = "draft"
+"""Begins their names; in a checkpoint, the directory of the one that served."""
+
 LOCK_FILE = ".lock"
 STATE_FILE = "run.json"
 PREFIX = "step-"
@@ -70,7 +78,10 @@ def lock(directory: Path) -> IO[str]:
 
 def identity_of(recipe: Recipe) -> dict[str, Any]:
     """Recipe fields that must not change when a run is continued, by dotted path."""
-    return {
+    draft = recipe.rollout.draft
+    # A trained draft goes on from the run's, whatever the recipe says; without training any will do.
+    refreshed = {"rollout.draft.path": draft.path} if draft and draft.refresh else {}
+    return refreshed | {
         "model.path": recipe.model.path,
         "lora.rank": recipe.lora.rank,
         "lora.alpha": recipe.lora.alpha,
@@ -156,6 +167,43 @@ def read_state(checkpoint: Path) -> RunState:
     content: dict[str, Any] = json.loads((checkpoint / STATE_FILE).read_text())
     probe = Probe(**content["probe"]) if content["probe"] else None
     return RunState(step=content["step"], identity=content["identity"], cursor=content["cursor"], probe=probe)
+
+
+def served_draft(recipe: Recipe, run_dir: Path) -> Path | None:
+    """Directory of the draft that engines are started on: the newest that the run has trained, or the recipe's.
+
+    None where rollouts are not drafted.
+
+    Raises:
+        CheckpointError: a built-in checkpoint that this installation lacks.
+    """
+    draft = recipe.rollout.draft
+    if draft is None:
+        return None
+    trained = {int(path.name.rpartition("-")[2]): path for path in (run_dir / DRAFTS).glob(f"{DRAFT}-*")}
+    return trained[max(trained)] if trained else resolve(draft.path or recipe.model.path)
+
+
+def draft_version(directory: Path) -> int:
+    """Version of a draft on disk; 0 for one without `draft.json`, which nobody trained here.
+
+    Raises:
+        CheckpointError: a `draft.json` that cannot be read.
+    """
+    manifest = Manifest.read(directory)
+    return manifest.version if manifest else 0
+
+
+def restore_drafts(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
+    """Leaves in a run directory of its drafts that which served when the checkpoint was taken, and no other.
+
+    None where the recipe has no refresh any more: its own draft serves then.
+    """
+    shutil.rmtree(run_dir / DRAFTS, ignore_errors=True)
+    saved, draft = checkpoint / DRAFT, recipe.rollout.draft
+    if draft is None or draft.refresh is None or not saved.is_dir():
+        return
+    shutil.copytree(saved, run_dir / DRAFTS / f"{DRAFT}-{draft_version(saved)}")
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -27,7 +27,15 @@ from inkling_rl.recipe import Recipe, RecipeError, dump
 from trainer.engine import SERVER_ARGUMENTS, EngineProcess, visible_gpus
 from trainer.failure import ENGINE_LOG, WORKER_LOG, explain
 from trainer.progress import Progress
-from trainer.resume import Checkpoints, check_identity, lock, read_state, write_atomically
+from trainer.resume import (
+    Checkpoints,
+    check_identity,
+    lock,
+    read_state,
+    restore_drafts,
+    served_draft,
+    write_atomically,
+)
 from trainer.vendor import NO_BARS
 
 if TYPE_CHECKING:
@@ -130,6 +138,7 @@ class Run:
             state = read_state(checkpoint)
             check_identity(state, self.recipe)
             shutil.rmtree(self.directory / "adapters", ignore_errors=True)
+            restore_drafts(self.recipe, self.directory, checkpoint)
             step = state.step
             self.progress.line(f"run: {self.directory}, continuing after step {step}")
             self.logs = self.directory / "logs" / f"resumed-{step}-{time.strftime('%Y%m%d-%H%M%S')}"
@@ -161,7 +170,8 @@ class Run:
         if self.recipe.rollout.placement != "standalone":
             return
         self._divide_gpus()
-        arguments = engine_arguments(self.recipe, model=str(model_path)) | SERVER_ARGUMENTS
+        draft = served_draft(self.recipe, self.directory)
+        arguments = engine_arguments(self.recipe, model=str(model_path), draft=draft) | SERVER_ARGUMENTS
         check_memory(arguments)
         self.engine = EngineProcess(
             arguments, port=self.recipe.rollout.port, log=self.logs / ENGINE_LOG, gpus=self.engine_gpus

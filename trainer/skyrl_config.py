@@ -20,13 +20,18 @@ from skyrl.train.utils.utils import validate_cfg  # noqa: E402
 from inkling_rl.engine_args import engine_arguments  # noqa: E402
 from inkling_rl.recipe import Recipe, RecipeError  # noqa: E402
 from trainer.engine import BASE_MODEL_NAME, SERVER_ARGUMENTS  # noqa: E402
+from trainer.resume import served_draft  # noqa: E402
 
 
 @dataclass
 class InklingTrainerConfig(TrainerConfig):
-    """SkyRL's trainer section and the recipe it came from, which our worker reads (JSON, so that it travels)."""
+    """SkyRL's trainer section, and what our worker reads beside it."""
 
     recipe: str = ""
+    """Which it came from, as JSON, so that it travels."""
+
+    draft: str = ""
+    """Directory of the draft that serves, where rollouts are drafted."""
 
 
 InklingConfig: type[SkyRLTrainConfig] = make_config(trainer_cls=InklingTrainerConfig)
@@ -75,7 +80,8 @@ def build(
     Raises:
         RecipeError: SkyRL refuses the combination, or `trainer.skyrl_args` asks for what this trainer has not.
     """
-    settings = _settings(recipe, model_path, run_dir, stop_token_ids) | _engine(recipe, model_path, engine_url)
+    settings = _settings(recipe, model_path, run_dir, stop_token_ids)
+    settings |= _engine(recipe, model_path, run_dir, engine_url)
     settings["trainer.eval_before_train"] = recipe.data.eval is not None and not is_resumed
     settings |= recipe.trainer.skyrl_args
     for key, only in UNSUPPORTED.items():
@@ -120,6 +126,8 @@ def _settings(recipe: Recipe, model_path: Path, run_dir: Path, stop_token_ids: l
         "generator.sampling_params": sampling,
         "generator.eval_sampling_params": sampling,
         "trainer.recipe": recipe.model_dump_json(),
+        # Absolute: a worker's working directory may be another.
+        "trainer.draft": str(draft.absolute()) if (draft := served_draft(recipe, run_dir)) else "",
         "trainer.strategy": "deepspeed",
         "trainer.policy.model.path": str(model_path),
         "trainer.policy.model.lora.rank": recipe.lora.rank,
@@ -184,7 +192,7 @@ def _micro_batch(recipe: Recipe) -> int:
     return max(size for size in range(1, min(recipe.trainer.micro_batch_size_per_gpu, share) + 1) if share % size == 0)
 
 
-def _engine(recipe: Recipe, model_path: Path, engine_url: str | None) -> dict[str, Any]:
+def _engine(recipe: Recipe, model_path: Path, run_dir: Path, engine_url: str | None) -> dict[str, Any]:
     rollout = recipe.rollout
     prefix = "generator.inference_engine."
     settings: dict[str, Any] = {
@@ -200,5 +208,6 @@ def _engine(recipe: Recipe, model_path: Path, engine_url: str | None) -> dict[st
     }
     if engine_url is not None:
         return settings | {f"{prefix}external_proxy_url": engine_url, f"{prefix}run_engines_locally": False}
-    arguments = engine_arguments(recipe, model=str(model_path)) | SERVER_ARGUMENTS
+    draft = served_draft(recipe, run_dir)
+    arguments = engine_arguments(recipe, model=str(model_path), draft=draft) | SERVER_ARGUMENTS
     return settings | {f"{prefix}engine_init_kwargs": arguments}

@@ -1,8 +1,9 @@
 """The policy worker: SkyRL's worker interface over transformers' Inkling 2, PEFT and DeepSpeed.
 
 One Ray actor per rank. SkyRL's loop calls forward (log-probabilities of rollouts), forward_backward and optim_step;
-`trainer.publish` calls `export_adapter` and `score`. SkyRL's own micro-batch steps assume CUDA and autocast, so the two
-of them are written anew here; losses, batching, reduction of metrics and dispatch stay SkyRL's.
+`trainer.publish` calls `export_adapter` and `score`, `trainer.refresh` calls `draft`. SkyRL's own micro-batch steps
+assume CUDA and autocast, so the two of them are written anew here; losses, batching, reduction of metrics and dispatch
+stay SkyRL's.
 
 Departures from SkyRL's workers: no weight-transfer rendezvous (adapters travel as files, from the driver), gloo on a
 machine without a GPU, float32 log-probabilities whatever the dtype of the model, no cross-entropy path.
@@ -28,6 +29,8 @@ from skyrl.train.dataset.replay_buffer import Experience  # noqa: E402
 
 from inkling_rl.recipe import Recipe  # noqa: E402
 from trainer.deepspeed import DeepSpeedStrategy, device, engine_config  # noqa: E402
+from trainer.draft.live import LiveDraft  # noqa: E402
+from trainer.draft.loop import Share  # noqa: E402
 from trainer.logprobs import score_actions  # noqa: E402
 from trainer.losses import masked_mean, rollout_difference  # noqa: E402
 
@@ -77,6 +80,13 @@ class PolicyWorkerCore(PolicyWorkerBase):
         policy = build_policy(self.recipe, self.device, zero3)
         steps = num_training_steps or recipe.trainer.num_steps
         self.model, self.optimizer, self.scheduler = self.strategy.prepare(policy, steps)
+        self.live_draft = self._live_draft() if recipe.rollout.draft and recipe.rollout.draft.refresh else None
+
+    def _live_draft(self) -> LiveDraft:
+        share = Share(self._rank, self._world_size)
+        # Inkling 2 itself, with the adapter in its layers.
+        policy = self.model.module.get_base_model
+        return LiveDraft(self.recipe, Path(self.cfg.draft), policy, self.device, share)
 
     def _seed(self) -> None:
         import random
@@ -185,6 +195,12 @@ class PolicyWorkerCore(PolicyWorkerBase):
             dropout=lora.dropout,
         )
         return sum(value.numel() * value.element_size() for value in state.values())
+
+    def draft(self, method: str, *arguments: Any) -> Any:
+        """A method of the draft that is trained beside the policy. Every rank must call it."""
+        assert self.live_draft is not None, "the recipe has no rollout.draft.refresh"
+        self.model.eval()
+        return getattr(self.live_draft, method)(*arguments)
 
     def process_id(self) -> int:
         return os.getpid()

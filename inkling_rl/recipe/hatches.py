@@ -50,6 +50,7 @@ SKYRL_ARGS_SET_BY_RECIPE = {
     "generator.inference_engine.num_engines": "rollout.num_engines",
     "generator.inference_engine.tensor_parallel_size": "rollout.tensor_parallel_size",
     "trainer.policy.model.path": "model.path",
+    "trainer.draft": "rollout.draft",
     "trainer.policy.model.lora.rank": "lora.rank",
     "trainer.policy.model.lora.alpha": "lora.alpha",
     "trainer.policy.model.lora.dropout": "lora.dropout",

@@ -67,6 +67,20 @@ class Environment(Section):
     """Turns of one episode at the most."""
 
 
+class Refresh(Section):
+    interval: Annotated[int, Field(gt=0)]
+    """Steps between refreshes: the draft is trained on the completions since the last one, and published."""
+
+    learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-3
+    """Peak learning rate of a refresh; it falls to nearly zero at its end."""
+
+    num_epochs: Annotated[float, Field(gt=0.0)] = 1.0
+    """Times that a refresh sees each of its completions; below 1 it sees a part of them."""
+
+    batch_size: Annotated[int, Field(gt=0)] = 32
+    """Completions per optimiser step of a refresh."""
+
+
 class Draft(Section):
     num_tokens: Annotated[int, Field(gt=0)] = 7
     """Tokens drafted per step; no more than the block that the draft was trained for."""
@@ -77,6 +91,9 @@ class Draft(Section):
 
     path: str | None = None
     """Directory of a draft of its own; the one inside `model.path` unless given."""
+
+    refresh: Refresh | None = None
+    """Train the draft on the rollouts as the policy moves, and publish it. Without it the draft stays as it is."""
 
 
 class Rollout(Section):
@@ -325,6 +342,16 @@ class Recipe(Section):
             raise ValueError(
                 f"rollout.max_num_batched_tokens must be above rollout.draft.num_tokens = {draft.num_tokens}; "
                 f"got {room}. Raise it"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def a_run_is_long_enough_for_a_refresh(self) -> Recipe:
+        draft, steps = self.rollout.draft, self.trainer.num_steps
+        if draft and draft.refresh and draft.refresh.interval > steps:
+            raise ValueError(
+                f"rollout.draft.refresh.interval must be at most trainer.num_steps = {steps}; got "
+                f"{draft.refresh.interval}. Lower it, or leave rollout.draft.refresh out"
             )
         return self
 

@@ -93,6 +93,20 @@ def test_dry_run_accepts_what_ships_and_starts_nothing(tmp_path: Path) -> None:
     assert not list(tmp_path.iterdir())
 
 
+def test_dry_run_opens_the_draft_as_a_run_does(tmp_path: Path) -> None:
+    refresh = ["-s", "rollout.draft={num_tokens: 7, refresh: {interval: 2}}", "-s", "trainer.num_steps=9"]
+    result = run("train", "quickstart.yaml", "--dry-run", *refresh)
+    assert result.returncode == 0, result.stderr
+    assert "# rollout.draft: 7 tokens at a time from the draft in " in result.stdout
+    assert "# rollout.draft.refresh: after every 2 steps, on the 512 completions of them" in result.stdout
+    for setting, message in (
+        ("rollout.draft.num_tokens=8", "rollout.draft.num_tokens must be 1 to 7"),
+        (f"rollout.draft.path={tmp_path}", "must be a checkpoint directory with a config.json; found none"),
+    ):
+        refused = run("train", "quickstart.yaml", "--dry-run", "-s", setting)
+        assert refused.returncode == 2 and message in refused.stderr, refused
+
+
 def test_init_writes_a_checkpoint_and_refuses_a_used_directory(tmp_path: Path) -> None:
     from inkling_rl.checkpoint.reader import Checkpoint
 

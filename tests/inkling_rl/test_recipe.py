@@ -60,6 +60,13 @@ def test_owners_of_vendor_keys_exist() -> None:
         ("lora.targets=[q, w1]", "lora.targets.1 must be one of 'q', 'k', 'v', 'r', 'gate' or 'o'; got 'w1'."),
         ("lora.targets=[]", "lora.targets must"),
         ("rollout.max_model_len=10", "rollout.max_model_len must be at least data.max_prompt_length"),
+        (
+            "rollout.draft.refresh.interval=99",
+            "rollout.draft.refresh.interval must be at most trainer.num_steps = 18; got 99. Lower it",
+        ),
+        ("rollout.draft.refresh={}", "rollout.draft.refresh.interval must be given; it is missing. Steps between"),
+        ("rollout.draft.refresh={interval: 0}", "rollout.draft.refresh.interval must be greater than 0; got 0."),
+        ("rollout.draft.refresh={interval: 1, lr: 1}", "rollout.draft.refresh.lr is no key of the recipe."),
         ("trainer.policy_mini_batch_size=5", "trainer.policy_mini_batch_size must divide trainer.train_batch_size"),
         ("trainer.num_gpus_per_node=7", "must be a multiple of trainer.num_gpus_per_node x trainer.num_nodes = 7"),
         ("rollout.vllm_args.max-model-len=3", "rollout.max_model_len decides it"),

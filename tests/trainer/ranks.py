@@ -1,4 +1,4 @@
-"""A program: one rank of a policy worker trains two steps on its share of fixed batches and writes the adapter.
+"""A program: one rank of a policy worker trains on its share of fixed batches, refreshes its draft, and writes both.
 
 python -m tests.trainer.ranks RANK WORLD_SIZE PORT STAGE CHECKPOINT OUT
 """
@@ -7,8 +7,11 @@ from __future__ import annotations
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
+
+from trainer.draft.completions import Completion
 
 
 def main(rank: int, world_size: int, port: int, stage: int, checkpoint: str, out: str) -> None:
@@ -17,7 +20,12 @@ def main(rank: int, world_size: int, port: int, stage: int, checkpoint: str, out
     from trainer import skyrl_config
     from trainer.worker import PolicyWorkerCore
 
-    recipe = build_recipe(Path(checkpoint), trainer={"zero_stage": stage, "num_gpus_per_node": world_size})
+    recipe = build_recipe(
+        Path(checkpoint),
+        trainer={"zero_stage": stage, "num_gpus_per_node": world_size},
+        # Three micro-batches of four: one of two ranks is short of one.
+        rollout={"draft": {"refresh": {"interval": 1, "batch_size": 12}}},
+    )
     cfg = skyrl_config.build(
         recipe, model_path=Path(checkpoint), run_dir=Path(out), engine_url="http://127.0.0.1:1", stop_token_ids=[263]
     )
@@ -41,8 +49,24 @@ def main(rank: int, world_size: int, port: int, stage: int, checkpoint: str, out
     after = worker.strategy.adapter_state()
     is_restored = all(torch.equal(value, after[name]) for name, value in before.items())
     worker.export_adapter(f"{out}/adapter")
+    refreshed = refresh_draft(worker)
+    torch.save(worker.live_draft.masters.state()["weights"], f"{out}/draft-rank{rank}.pt")
+    last = worker.forward_backward(data).metrics["policy_loss"], worker.optim_step()
     if rank == 0:
-        torch.save({"steps": steps, "adapter": after, "is_restored": is_restored}, f"{out}/result.pt")
+        result = {"steps": [*steps, last], "adapter": after, "is_restored": is_restored, "refreshed": refreshed}
+        torch.save(result, f"{out}/result.pt")
+
+
+def refresh_draft(worker: Any) -> list[float]:
+    """Loss and gradient norm of every step, and what the draft is worth."""
+    generator = torch.Generator().manual_seed(4)
+    ids = [torch.randint(1, 500, (24,), generator=generator).tolist() for _ in range(12)]
+    completions = [Completion(tuple(row[:7]), tuple(row[7 : 9 + number])) for number, row in enumerate(ids)]
+    found = []
+    for _ in range(worker.draft("begin", completions, 2)):
+        result = worker.draft("advance")
+        found += [result.loss, result.grad_norm, *result.acceptance]
+    return [*found, worker.draft("worth", completions).tokens_per_step]
 
 
 if __name__ == "__main__":

@@ -98,7 +98,7 @@ def test_what_a_recipe_field_decides_cannot_be_set_twice(recipes: Recipes) -> No
     )  # fmt: skip
     first, second = (
         skyrl_config._settings(recipe, Path(f"m{n}"), Path(f"r{n}"), [7])
-        | skyrl_config._engine(recipe, Path(f"m{n}"), "http://h:1")
+        | skyrl_config._engine(recipe, Path(f"m{n}"), Path(f"r{n}"), "http://h:1")
         for n, recipe in enumerate((one, other))
     )
     changed = {key for key in first if first[key] != second[key]} - {"trainer.recipe"}
