@@ -11,6 +11,7 @@ on that draft. A step's completions come from the policy before the step, the dr
 
 from __future__ import annotations
 
+import math
 import shutil
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
@@ -30,6 +31,10 @@ STATE_FILE, COMPLETIONS_FILE = "draft_training.pt", "draft_completions.jsonl"
 NUM_MEASURED = 64  # of a step's completions, each time: a look costs as much as training on half as many
 LINE_SECONDS = 10.0
 NUM_KEPT = 2  # drafts on disk: the one that serves and the one before
+
+
+class RefreshError(RuntimeError):
+    """A refresh that would spoil the draft. The draft before it still serves."""
 
 
 class DraftRefresh:
@@ -90,6 +95,7 @@ class DraftRefresh:
         """Refreshes the draft if it is due after this step, whose policy serves.
 
         Raises:
+            RefreshError: the training diverged.
             PublicationError: the new draft does not serve; the old one does.
             EngineError: an engine is gone, hung or refuses.
         """
@@ -124,6 +130,12 @@ class DraftRefresh:
         shown = time.monotonic()
         for number in range(1, num_steps + 1):
             result: StepResult = await self.call("advance")
+            if not (math.isfinite(result.loss) and math.isfinite(result.grad_norm)):
+                raise RefreshError(
+                    f"draft {self.version + 1}: loss and gradients must be finite at every step of a refresh; got "
+                    f"{result.loss} and a norm of {result.grad_norm} at step {number} of {num_steps}. Lower "
+                    f"rollout.draft.refresh.learning_rate. Draft {self.version} still serves"
+                )
             if time.monotonic() - shown >= LINE_SECONDS:
                 shown = time.monotonic()
                 self.progress.line(f"draft {self.version + 1}: step {number}/{num_steps}  loss {result.loss:.3f}")

@@ -23,7 +23,7 @@ from trainer.draft.live import LiveDraft
 from trainer.draft.loop import Share
 from trainer.model import load_frozen
 from trainer.progress import Progress
-from trainer.refresh import DraftRefresh, turns
+from trainer.refresh import DraftRefresh, RefreshError, turns
 from trainer.resume import Checkpoints, RunState, identity_of, restore_drafts, served_draft
 
 
@@ -129,7 +129,7 @@ def test_it_is_due_every_interval_and_trains_on_all_steps_since(make: Any, tmp_p
     assert refresh.metrics == {} and len(refresh.completions) == 6
 
 
-def test_where_nothing_was_sampled_that_another_token_follows_it_waits(make: Any) -> None:
+def test_it_waits_for_completions_of_two_tokens(make: Any) -> None:
     refresh, published, _ = make()
     refresh.collect([sample(1, 1), sample(2, 0)], [[1], []])
     run(refresh.after_publication(2))
@@ -152,6 +152,15 @@ def test_a_draft_that_engines_refuse_ends_the_run_and_is_not_served(make: Any, t
     with pytest.raises(RuntimeError, match="not served as trained"):
         step(refresh, 2)
     assert refresh.version == 0 and len(refresh.completions) == 6
+
+
+def test_a_training_that_diverges_is_not_published(make: Any, tmp_path: Path) -> None:
+    refresh, published, live = make()
+    with torch.no_grad():
+        live.masters.draft.weights["fc.weight"].fill_(float("inf"))
+    with pytest.raises(RefreshError, match=r"got nan .* at step 1 of 2\. Lower rollout\.draft\.refresh\.learning_rate"):
+        step(refresh, 2)
+    assert published.drafts == [] and not (tmp_path / "drafts").exists()
 
 
 def test_a_continued_run_trains_and_serves_what_one_never_stopped_does(
