@@ -120,14 +120,16 @@ async def switch(request: Request, draft: Version) -> Answer:
 async def forget(request: Request, draft: Version) -> Answer:
     """Let a draft go, and go back to the one that it replaced if it serves."""
     async with _turn:
-        now = _same(await _call(request, "draft_status"))
-        if now["version"] == draft.version:
-            if now["held"] is None:
+        # Not `_same`: this is what brings workers that differ together again.
+        serving = [answer for answer in await _call(request, "draft_status") if answer.get("version") == draft.version]
+        if serving:
+            before = serving[0]["held"]
+            if before is None:
                 raise RefusedError(
                     f"draft version {draft.version} must not serve to be forgotten; it does, and no other is held"
                 )
             async with _paused(request):
-                await _switch(request, now["held"], draft.version)
+                await _call(request, "switch_draft", before)
         return _same(await _call(request, "forget_draft", draft.version))
 
 

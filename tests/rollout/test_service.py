@@ -219,6 +219,11 @@ def test_adapters_that_do_not_fit_are_refused(service: Service) -> None:
     assert service.post("/v1/completions", model="bad", prompt=[1], max_tokens=1)[0] == 404
 
 
+def test_a_draft_cannot_be_published_to_a_service_without_one(service: Service) -> None:
+    status, body = service.post("/v1/draft/stage", directory=str(service.base), version=1)
+    assert status == 400 and "rollout.draft must be given where a draft is to be replaced" in body["error"]["message"]
+
+
 def test_interrupting_leaves_no_process(service: Service) -> None:
     engine = processes_of(service.process.pid)
     assert any("EngineCor" in Path(f"/proc/{pid}/comm").read_text() for pid in engine) and len(engine) >= 2
