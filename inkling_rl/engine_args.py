@@ -132,10 +132,6 @@ def draft_arguments(recipe: Recipe, model: str, device: Device, path: Path | Non
     """
     draft = recipe.rollout.draft
     assert draft is not None
-    if device == "cuda":
-        raise EngineArgumentError(
-            "rollout.draft must be left out on a GPU: this engine drafts on a CPU only; got one. Remove it"
-        )
     if recipe.rollout.tensor_parallel_size > 1:
         raise EngineArgumentError(
             "rollout.tensor_parallel_size must be 1 where rollout.draft is given; got "
@@ -145,14 +141,18 @@ def draft_arguments(recipe: Recipe, model: str, device: Device, path: Path | Non
     opened = DraftCheckpoint.open(path or draft.path or model, target)
     opened.check_tokens(draft.num_tokens)
     return {
-        # vLLM's DSpark is for GPUs and has no RNN head; the plugin puts its own proposer in the place of this one.
-        "method": "dflash",
+        "method": draft_method(device),
         "model": str(opened.source.path),
         "num_speculative_tokens": draft.num_tokens,
         "draft_sample_method": draft.sampling,
         # vLLM drops the last cached block of a prompt for drafts that need a token of it again; ours does not.
         "disable_eagle_block_drop": True,
     }
+
+
+def draft_method(device: Device) -> str:
+    """vLLM's name for the way a draft of Inkling 2 runs there; what drafts is the plugin's (`rollout.plugin.drafting`)."""
+    return "dspark" if device == "cuda" else "dflash"
 
 
 def serving_arguments(model: str, *, max_lora_rank: int = 64, device: Device | None = None) -> dict[str, Any]:

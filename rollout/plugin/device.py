@@ -15,7 +15,8 @@ from typing import Any, Literal, NamedTuple
 import torch
 from vllm.platforms import current_platform
 
-from rollout.kernels.trials import AttentionSizes, Sizes
+from inkling_rl.draft.shape import DraftShape
+from rollout.kernels.trials import AttentionSizes, DraftSizes, Sizes
 from rollout.plugin.paging import DECODE_QUERIES, CacheOwner, decode_counts, state_dtype
 from rollout.plugin.shape import AttentionShape, EngineError, ModelShape
 
@@ -46,6 +47,9 @@ HEAD_DIMS = (16, 32, 64, 128)
 REL_DIMS = (16, 32, 64)
 MAX_GROUP = 8
 """Query heads per key/value head: with the 8 tokens of a verified draft they share a tile of 64 rows."""
+MAX_DRAFT_ROWS = 64
+"""Query heads per key/value head of a draft times the rows of a block: they share a tile, too."""
+MAX_DRAFT_RANK = 256
 MAX_SEQS = 4096
 """Requests of a step: decode attention reads all lengths as one vector."""
 
@@ -103,11 +107,28 @@ def check_device(vllm_config: Any) -> None:
         _require(name, group <= MAX_GROUP, f"{MAX_GROUP} or less", group)
 
 
+def check_draft(shape: DraftShape) -> None:
+    """Refuse a draft that the kernels of a GPU do not cover. Nothing to refuse on a CPU.
+
+    Raises:
+        EngineError: the first fault.
+    """
+    if current_platform.is_cpu():
+        return
+    remedy = "Draft on a CPU, or leave rollout.draft out"
+    _require("the draft's head_dim", shape.head_dim in HEAD_DIMS, _one_of(HEAD_DIMS), shape.head_dim, remedy)
+    rows = shape.num_heads // shape.num_kv_heads * shape.block_size
+    name = "the draft's num_attention_heads / num_key_value_heads x block_size"
+    _require(name, rows <= MAX_DRAFT_ROWS, f"{MAX_DRAFT_ROWS} or less", rows, remedy)
+    rank, most = shape.rank, MAX_DRAFT_RANK
+    _require("the draft's markov_rank", rank <= most, f"{most} or less", rank, remedy)
+
+
 def _name() -> str:
     return str(current_platform.get_device_name()) if current_platform.is_cuda() else str(current_platform.device_name)
 
 
-def kernel_sizes(vllm_config: Any, shape: ModelShape) -> Sizes:
+def kernel_sizes(vllm_config: Any, shape: ModelShape, draft: DraftShape | None = None) -> Sizes:
     """What the kernels are compiled for; call it when the model's pages are registered (`paging.CachePlan`)."""
     pages = {}
     for prefix, owner in vllm_config.compilation_config.static_forward_context.items():
@@ -132,6 +153,7 @@ def kernel_sizes(vllm_config: Any, shape: ModelShape) -> Sizes:
         max_tokens=vllm_config.scheduler_config.max_num_batched_tokens,
         max_requests=vllm_config.scheduler_config.max_num_seqs,
         max_queries=decode_counts(vllm_config),
+        draft=_draft(draft, pages["draft_cache"]) if draft else None,
     )
 
 
@@ -143,6 +165,19 @@ def _attention(kind: AttentionShape, page: int) -> AttentionSizes:
         extent=kind.rel_extent,
         window=kind.window,
         page=page,
+    )
+
+
+def _draft(shape: DraftShape, page: int) -> DraftSizes:
+    return DraftSizes(
+        num_heads=shape.num_heads,
+        num_kv_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        page=page,
+        block_rows=shape.block_size,
+        rank=shape.rank,
+        vocab=shape.vocab_size,
+        norm_eps=shape.norm_eps,
     )
 
 

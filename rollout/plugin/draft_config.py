@@ -1,8 +1,9 @@
 """The draft as vLLM's configuration sees it: a model of its own beside the target, under `speculative_config`.
 
-vLLM 0.30 has DSpark for GPUs and plain Markov heads only; on a CPU our draft runs as method `dflash`, whose proposer is
-replaced by `rollout.plugin.proposer`. Here: which config class that draft has, how the `dspark_*` keys of a target
-become one, and whether a configuration asks for such a draft at all.
+vLLM 0.30 has DSpark for GPUs and plain Markov heads only. Our draft runs there as method `dspark`, with the speculator
+replaced by `rollout.plugin.speculator`, and on a CPU as `dflash`, with the proposer replaced by
+`rollout.plugin.proposer`. Here: which config class that draft has, how the `dspark_*` keys of a target become one, and
+whether a configuration asks for such a draft at all.
 """
 
 from __future__ import annotations
@@ -12,17 +13,23 @@ from typing import Any
 
 from transformers import AutoConfig, PretrainedConfig
 from vllm.config.speculative import SpeculativeConfig
+from vllm.platforms import current_platform
 
 from inkling_rl.checkpoint.reader import read_json
 from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.draft.shape import STANDALONE_MODEL_TYPE, DraftShape, as_release, standalone_config
+from inkling_rl.engine_args import draft_method
 from rollout.plugin.compat import MODEL_TYPES
+from rollout.plugin.device import check_draft
 from rollout.plugin.shape import EngineError
 
 ARCHITECTURES = ("Inkling2DSparkModel", "DFlashInkling2DSparkModel")
 """Of a draft: vLLM puts `DFlash` before that of any draft of that method."""
 
-METHOD = "dflash"
+FOREIGN_ARCHITECTURE = "K3DSparkModel"
+"""vLLM takes a draft of method `dspark` for DeepSeek's unless it has one of a few names. After ours, which is found
+first, this one changes nothing else."""
+
 _original = SpeculativeConfig.hf_config_override
 
 
@@ -43,7 +50,7 @@ def hf_config_override(config: PretrainedConfig) -> PretrainedConfig:
     flat = standalone_config(config.to_dict())
     text = getattr(config, "text_config", config)
     return Inkling2DSparkConfig(
-        **flat,
+        **flat | {"architectures": [*flat["architectures"], FOREIGN_ARCHITECTURE]},
         # vLLM's own names for the same things.
         dflash_config={"mask_token_id": flat["mask_token_id"], "target_layer_ids": flat["target_layer_ids"]},
         max_position_embeddings=getattr(text, "max_position_embeddings", 1 << 20),
@@ -76,18 +83,22 @@ def draft_shape(vllm_config: Any) -> DraftShape | None:
     speculative = vllm_config.speculative_config
     if speculative is None or speculative.method in ("ngram", "suffix"):
         return None
-    if not is_ours(speculative):
+    method = draft_method("cpu" if current_platform.is_cpu() else "cuda")
+    if not is_ours(speculative) or speculative.method != method:
         raise EngineError(
-            f"speculative_config.method must be {METHOD} (a DSpark draft), ngram or suffix for Inkling 2; got "
-            f"{speculative.method}. Leave it out, or use rollout.draft"
+            f"speculative_config.method must be {method} (a DSpark draft), ngram or suffix for Inkling 2 on "
+            f"{current_platform.device_name}; got {speculative.method}. Leave it out, or use rollout.draft"
         )
     _check(vllm_config)
     target = read_json(Path(vllm_config.model_config.model) / "config.json")
     if vllm_config.load_config.load_format == "dummy":
-        return DraftShape.from_config(as_release(read_json(Path(speculative.model) / "config.json")))
-    draft = DraftCheckpoint.open(speculative.model, target)
-    draft.check_tokens(speculative.num_speculative_tokens)
-    return draft.shape
+        shape = DraftShape.from_config(as_release(read_json(Path(speculative.model) / "config.json")))
+    else:
+        draft = DraftCheckpoint.open(speculative.model, target)
+        draft.check_tokens(speculative.num_speculative_tokens)
+        shape = draft.shape
+    check_draft(shape)
+    return shape
 
 
 def open_draft(vllm_config: Any) -> DraftCheckpoint:
@@ -97,11 +108,13 @@ def open_draft(vllm_config: Any) -> DraftCheckpoint:
 
 
 def _check(vllm_config: Any) -> None:
-    from vllm.platforms import current_platform
-
     speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
-    _require("device", current_platform.is_cpu(), "a CPU", current_platform.device_name, "Leave rollout.draft out")
-    _require("async_scheduling", not scheduler.async_scheduling, "off", scheduler.async_scheduling, "Leave it out")
+    if current_platform.is_cpu():
+        _require("async_scheduling", not scheduler.async_scheduling, "off", scheduler.async_scheduling, "Leave it out")
+    adaptive = speculative.enable_adaptive_verification
+    _require("enable_adaptive_verification", not adaptive, "off", adaptive, "Leave it out")
+    topk = speculative.dspark_draft_topk
+    _require("dspark_draft_topk", topk is None, "left unset", topk, "Leave it out")
     method = speculative.rejection_sample_method
     _require("rejection_sample_method", method == "standard", "standard", method, "Leave it out")
     padded = not speculative.disable_padded_drafter_batch

@@ -1,8 +1,14 @@
-"""Drafting as a patch of vLLM 0.30's V1 runner: which of its names are replaced, and when.
+"""Drafting as a patch of vLLM 0.30's two runners: which of their names are replaced, and when.
 
-The runner's module is heavy and is loaded in engine processes only, after plugins. So the patch waits until the runner
-asks its configuration for the kind of draft, which is just before it makes the proposer. Can go when vLLM runs DSpark
-with an RNN head on a CPU.
+A runner's module is heavy and is loaded in engine processes only, after plugins. So the patch waits until the runner
+asks its configuration for the kind of draft, which is just before it makes what drafts. Can go when vLLM runs DSpark
+with an RNN head.
+
+| | CPU, V1 runner | GPU, V2 runner |
+|---|---|---|
+| method | `dflash` | `dspark` |
+| drafts | `proposer.DSparkProposer` | `speculator.DSparkSpeculator` |
+| decides what is kept | `rejection` | vLLM's rejection sampler |
 """
 
 from __future__ import annotations
@@ -11,33 +17,45 @@ import sys
 from typing import Any
 
 from vllm.config.speculative import SpeculativeConfig
+from vllm.platforms import current_platform
 
 from rollout.plugin import draft_config
 from rollout.plugin.shape import EngineError
 
-RUNNER = "vllm.v1.worker.gpu_model_runner"
-_original = SpeculativeConfig.use_dflash
+FIRST_RUNNER = "vllm.v1.worker.gpu_model_runner"
+SECOND_RUNNER = "vllm.v1.worker.gpu.model_runner"
+_original_dflash = SpeculativeConfig.use_dflash
+_original_dspark = SpeculativeConfig.use_dspark
 
 
 def register() -> None:
-    """Make a draft's configuration known, and wait for the runner; idempotent."""
+    """Make a draft's configuration known, and wait for a runner; idempotent."""
     draft_config.register()
     SpeculativeConfig.use_dflash = use_dflash
+    SpeculativeConfig.use_dspark = use_dspark
 
 
 def is_registered() -> bool:
-    return draft_config.is_registered() and SpeculativeConfig.use_dflash is use_dflash
+    patched = SpeculativeConfig.use_dflash is use_dflash and SpeculativeConfig.use_dspark is use_dspark
+    return draft_config.is_registered() and patched
 
 
 def use_dflash(self: Any) -> bool:
-    """vLLM's, and the moment to patch the runner."""
-    if draft_config.is_ours(self) and RUNNER in sys.modules:
-        install()
-    return _original(self)
+    """vLLM's, and the moment to patch the V1 runner."""
+    if draft_config.is_ours(self) and FIRST_RUNNER in sys.modules:
+        install_first()
+    return _original_dflash(self)
 
 
-def install() -> None:
-    """Patch the runner of this process, once."""
+def use_dspark(self: Any) -> bool:
+    """vLLM's, and the moment to patch the V2 runner."""
+    if draft_config.is_ours(self) and SECOND_RUNNER in sys.modules:
+        install_second()
+    return _original_dspark(self)
+
+
+def install_first() -> None:
+    """Patch the V1 runner of this process, once."""
     from vllm.v1.worker import gpu_model_runner
 
     from rollout.plugin import rejection
@@ -60,21 +78,43 @@ def install() -> None:
     rejection.install()
 
 
+def install_second() -> None:
+    """Patch the V2 runner of this process, once."""
+    from vllm.v1.worker.gpu import model_runner
+
+    original = model_runner.init_speculator
+    if getattr(original, "is_inkling2", False):
+        return
+
+    def init_speculator(vllm_config: Any, device: Any) -> Any:
+        if draft_config.is_ours(vllm_config.speculative_config):
+            from rollout.plugin.speculator import DSparkSpeculator
+
+            return DSparkSpeculator(vllm_config, device)
+        return original(vllm_config, device)
+
+    init_speculator.is_inkling2 = True  # type: ignore[attr-defined]
+    model_runner.init_speculator = init_speculator
+
+
 def check_installed(vllm_config: Any) -> None:
     """Called by the model's constructor, which comes after the runner's.
 
     Raises:
         EngineError: a draft of ours is asked for and this process's runner is not patched.
     """
-    if draft_config.is_ours(vllm_config.speculative_config) and not is_installed():
+    if not draft_config.is_ours(vllm_config.speculative_config):
+        return
+    first = current_platform.is_cpu()
+    if not (first_is_installed() if first else second_is_installed()):
         raise EngineError(
-            "the plugin's proposer and rejection sampler must be active where a draft is used; vLLM's own are. Use the "
-            "V1 runner of vLLM 0.30 on a CPU, or leave rollout.draft out"
+            "the plugin's part of drafting must be active where a draft is used; vLLM's own is. Use the "
+            f"{'V1' if first else 'V2'} runner of vLLM 0.30, or leave rollout.draft out"
         )
 
 
-def is_installed() -> bool:
-    """Whether the runner of this process is patched."""
+def first_is_installed() -> bool:
+    """Whether the V1 runner of this process is patched."""
     from vllm.v1.worker import gpu_model_runner
 
     from rollout.plugin import rejection
@@ -82,3 +122,9 @@ def is_installed() -> bool:
 
     fits = getattr(gpu_model_runner.GPUModelRunner._input_fits_in_drafter, "is_inkling2", False)
     return fits and gpu_model_runner.DFlashProposer is AnyProposer and rejection.is_installed()
+
+
+def second_is_installed() -> bool:
+    """Whether the V2 runner of this process is patched."""
+    runner = sys.modules.get(SECOND_RUNNER)
+    return getattr(getattr(runner, "init_speculator", None), "is_inkling2", False)

@@ -12,6 +12,7 @@ step of few rows per request can be captured in a CUDA graph.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -52,9 +53,12 @@ class Residuals:
 
 def forward(
     model: TextModel, kernels: Kernels, hidden_TH: torch.Tensor, positions_T: torch.Tensor,
-    metadata: dict[str, PagedMetadata],
+    metadata: dict[str, PagedMetadata], outputs: dict[int, torch.Tensor],
 ) -> torch.Tensor:  # fmt: skip
-    """Final hidden states of the step's rows [T, H] from embedded tokens, in the model's dtype."""
+    """Final hidden states of the step's rows [T, H] from embedded tokens, in the model's dtype.
+
+    `outputs` gets what the layers that are its keys give, [T, H].
+    """
     layers: list[DecoderLayer] = list(model.layers)  # type: ignore[arg-type]
     residuals = Residuals(-(-len(layers) // model.shape.layers_per_block), hidden_TH)
     sources: dict[int, torch.Tensor] = {}
@@ -79,7 +83,15 @@ def forward(
             kernels, layer.mlp(inputs_QTH[0]), layer.post_mlp_convolution, step, residuals, opens=False,
             queries_QH=queries_QH, weights_QH=weights_QH, eps=layer.norm_eps,
         )  # fmt: skip
+        if index in outputs:
+            outputs[index] = output(layers, index, residuals.planes[residuals.finished])
     return inputs_QTH[0]
+
+
+def output(layers: Sequence[DecoderLayer], index: int, running_TH: torch.Tensor) -> torch.Tensor:
+    """What a layer gives, to be kept: the last layer of a block leaves its plane to nobody."""
+    is_last = index + 1 == len(layers) or layers[index + 1].opens_block
+    return running_TH if is_last else running_TH.clone()
 
 
 def next_input(model: TextModel, index: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -197,10 +209,11 @@ def rms_norm(x_TH: torch.Tensor, weight_H: torch.Tensor, eps: float) -> torch.Te
     return F.rms_norm(x_TH.float(), weight_H.shape, weight_H, eps).to(x_TH.dtype)
 
 
-def reserve(model: TextModel, hidden_TH: torch.Tensor) -> torch.Tensor:
+def reserve(model: TextModel, hidden_TH: torch.Tensor, outputs: dict[int, torch.Tensor]) -> torch.Tensor:
     """What a step of as many rows allocates at once, for vLLM's measurement of memory before there are pages.
 
-    Of attention only memory, for the most requests that a step may have; the experts run.
+    Of attention only memory, for the most requests that a step may have; the experts run. `outputs` are kept, as in a
+    step.
     """
     layers: list[DecoderLayer] = list(model.layers)  # type: ignore[arg-type]
     kernels, requests = model.kernels, min(model.max_requests, hidden_TH.shape[0])
@@ -209,6 +222,7 @@ def reserve(model: TextModel, hidden_TH: torch.Tensor) -> torch.Tensor:
     for layer in {layer.self_attn.kind: layer for layer in layers}.values():
         reserve_attention(layer.self_attn, kernels, hidden_TH, requests)
     mixed_TH = residuals.planes[0].clone()
+    outputs |= {index: output(layers, index, residuals.planes[0]) for index in outputs}
     # Rows that Marlin multiplies, of every format: the driver compiles it for most of a minute, now or in a request.
     for layer in dict(zip(model.shape.expert_formats, layers, strict=True)).values():
         layer.mlp(mixed_TH[: kernels.vector_rows + 1])

@@ -128,28 +128,30 @@ class TextModel(nn.Module):
             layer.mlp.use(kernels)  # type: ignore[operator, union-attr]
 
     def forward(
-        self, hidden_TH: torch.Tensor, positions_T: torch.Tensor, outputs: list[torch.Tensor] | None = None
+        self, hidden_TH: torch.Tensor, positions_T: torch.Tensor, outputs: dict[int, torch.Tensor]
     ) -> torch.Tensor:
         """Final hidden states of the step's rows [T, H] in the dtype of `hidden`, from embedded tokens.
 
-        `outputs` gets what each layer gives, [T, H]; on the CPU only.
+        `outputs` gets what the layers that are its keys give, [T, H].
         """
         metadata = get_forward_context().attn_metadata
         if metadata is None:
             # Profiling without pages. On the CPU nothing here allocates more than a real step.
-            if outputs is not None:
-                outputs += [hidden_TH] * len(self.layers)
-            return fused.reserve(self, hidden_TH) if hidden_TH.is_cuda else torch.zeros_like(hidden_TH)
+            if hidden_TH.is_cuda:
+                return fused.reserve(self, hidden_TH, outputs)
+            outputs |= dict.fromkeys(outputs, hidden_TH)
+            return torch.zeros_like(hidden_TH)
         if hidden_TH.is_cuda:
             assert self.kernels is not None
-            return fused.forward(self, self.kernels, hidden_TH, positions_T, metadata)
+            return fused.forward(self, self.kernels, hidden_TH, positions_T, metadata, outputs)
         num_blocks = -(-self.shape.num_layers // self.shape.layers_per_block)
         blocks = BlockStates(num_blocks, hidden_TH)
-        for layer, attention, conv in zip(self.layers, self.cache.attention, self.cache.conv, strict=True):
+        caches = zip(self.cache.attention, self.cache.conv, strict=True)
+        for index, (layer, (attention, conv)) in enumerate(zip(self.layers, caches, strict=True)):
             stream = ConvStream(conv.view(), metadata[conv.key].batch)
             hidden_TH = layer(hidden_TH, blocks, stream, attention.view(), metadata[attention.key])
-            if outputs is not None:
-                outputs.append(hidden_TH)
+            if index in outputs:
+                outputs[index] = hidden_TH
         return blocks.mix(hidden_TH, self.final_input, (self.norm,), self.shape.norm_eps)[0]
 
 
@@ -158,7 +160,8 @@ def load_kernels(vllm_config: VllmConfig, shape: ModelShape) -> Kernels:
     from rollout.plugin.device import kernel_sizes
 
     device = torch.device("cuda", torch.cuda.current_device())
-    kernels = cuda.load(device, kernel_sizes(vllm_config, shape), strict=strict_kernels(vllm_config))
+    sizes = kernel_sizes(vllm_config, shape, draft_shape(vllm_config))
+    kernels = cuda.load(device, sizes, strict=strict_kernels(vllm_config))
     compilation = vllm_config.compilation_config
     # Nothing here is compiled by torch, so a graph is never cut into pieces.
     mode = (compilation.cudagraph_mode or CUDAGraphMode.NONE).without_piecewise()
@@ -178,8 +181,7 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA, SupportsEagle3):
         super().__init__()
         check_active()
         check_engine(vllm_config)
-        if current_platform.is_cpu():
-            drafting.check_installed(vllm_config)
+        drafting.check_installed(vllm_config)
         loader.check_source(vllm_config.model_config.model, vllm_config.load_config.load_format)
         if current_platform.is_cpu():
             ops.have_native()  # build now rather than in the first request
@@ -211,11 +213,9 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA, SupportsEagle3):
         if inputs_embeds is None:
             assert input_ids is not None
             inputs_embeds = self.embed_input_ids(input_ids)
-        if not self.tapped:
-            return self.model(inputs_embeds, positions)
-        outputs: list[torch.Tensor] = []
+        outputs = dict.fromkeys(self.tapped, inputs_embeds)
         hidden_states = self.model(inputs_embeds, positions, outputs)
-        return hidden_states, [outputs[layer] for layer in self.tapped]
+        return (hidden_states, list(outputs.values())) if outputs else hidden_states
 
     def set_aux_hidden_state_layers(self, layers: tuple[int, ...]) -> None:
         """Part of vLLM's interface for drafts: layer n + 1 there stands for the output of layer n."""

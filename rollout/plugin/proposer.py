@@ -11,7 +11,6 @@ must be right for it is that the probabilities handed on are those the tokens we
 
 from __future__ import annotations
 
-import logging
 from typing import Any
 
 import torch
@@ -20,11 +19,8 @@ from vllm.v1.spec_decode.dflash import DFlashProposer
 from rollout.kernels.draft import Blocks, Choice, draw_blocks
 from rollout.plugin import draft_config
 from rollout.plugin.draft import Draft
+from rollout.plugin.draft_watch import DraftWatch
 from rollout.plugin.paging import CacheOwner
-
-logger = logging.getLogger("vllm.inkling2.draft")
-SILENT_STEPS = 256
-"""Verified drafts in a row without one accepted token after which a warning is due."""
 
 
 class AnyProposer(DFlashProposer):
@@ -43,11 +39,7 @@ class DSparkProposer(AnyProposer):
         self.runner = runner
         self.model: Draft = None  # type: ignore[assignment]
         self.target: Any = None
-        self.silent = 0
-        """Drafts verified since a drafted token was last accepted."""
-
-        self.watched = 0
-        """Version of the draft that `silent` counts for."""
+        self.watch = DraftWatch(self.num_speculative_tokens)
 
     def load_model(self, target_model: Any) -> None:
         """Build the draft on the target's pages, embedding and head, and read its weights."""
@@ -136,24 +128,9 @@ class DSparkProposer(AnyProposer):
         """vLLM's, and a look at what became of the last drafts."""
         drafted = torch.tensor(spec_decode_metadata.num_draft_tokens)
         verified = drafted > 0
-        self.watch(int(verified.sum()), int((valid_sampled_tokens_count - 1)[verified].clamp(min=0).sum()))
+        accepted = (valid_sampled_tokens_count - 1)[verified].clamp(min=0)
+        self.watch.count(self.model.version, int(verified.sum()), int(accepted.sum()))
         return super().prepare_inputs_padded(common_attn_metadata, spec_decode_metadata, valid_sampled_tokens_count)
-
-    def watch(self, num_verified: int, num_accepted: int) -> None:
-        """Warn once per stretch of drafts of which nothing was accepted: they only cost time."""
-        if self.watched != self.model.version:
-            self.watched, self.silent = self.model.version, 0
-        if num_accepted:
-            self.silent = 0
-            return
-        before, self.silent = self.silent, self.silent + num_verified
-        if before < SILENT_STEPS <= self.silent:
-            logger.warning(
-                "the draft has had none of its tokens accepted in %d drafts of %d tokens: drafting only costs time. "
-                "Train it for this model, or leave rollout.draft out",
-                self.silent,
-                self.num_speculative_tokens,
-            )
 
 
 def choice_of(metadata: Any, rows: list[int], num_tokens: int, probabilistic: bool) -> Choice:

@@ -15,6 +15,7 @@ from typing import Any
 
 from inkling_rl.checkpoint.layout import expert_formats, quantized_layers
 from inkling_rl.checkpoint.tiny import tiny_config
+from inkling_rl.draft.shape import STANDALONE_MODEL_TYPE
 from inkling_rl.formats import ExpertFormat
 from rollout.plugin.shape import ModelShape
 
@@ -104,6 +105,39 @@ def write_slice(path: Path, num_layers: int = NUM_LAYERS, small: bool = False) -
     files = {"config.json": slice_config(num_layers, small), "hf_quant_config.json": slice_quant_config(num_layers)}
     for name, content in files.items():
         (path / name).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    return path
+
+
+def draft_config(text: dict[str, Any]) -> dict[str, Any]:
+    """config.json of a draft for a slice: of the size that is proposed for the release, with five taps.
+
+    Source: nothing is public but five layers, seven tokens and the RNN; the rest follows DSpark's and the target's.
+    """
+    layers, heads = text["num_hidden_layers"], ("num_attention_heads", "num_key_value_heads", "head_dim")
+    return {
+        "architectures": ["Inkling2DSparkModel"],
+        "model_type": STANDALONE_MODEL_TYPE,
+        "dtype": "bfloat16",
+        **{key: text[key] for key in ("hidden_size", "vocab_size", "rms_norm_eps", *heads)},
+        "num_target_layers": layers,
+        "num_hidden_layers": 5,
+        "intermediate_size": text["hidden_size"],
+        "rope_theta": 1e6,
+        "block_size": 7,
+        "mask_token_id": text["unpadded_vocab_size"],
+        "markov_rank": 256 if text["hidden_size"] > 1024 else 16,
+        "markov_head_type": "rnn",
+        "target_layer_ids": sorted({round((layers - 1) * place / 5) for place in range(1, 6)}),
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+
+
+def write_draft(path: Path, num_layers: int = NUM_LAYERS, small: bool = False) -> Path:
+    """Write a draft's config.json for a slice into a directory, which is made."""
+    path.mkdir(parents=True, exist_ok=True)
+    config = draft_config(slice_config(num_layers, small))
+    (path / "config.json").write_text(json.dumps(config, indent=1) + "\n", encoding="utf-8")
     return path
 
 

@@ -6,6 +6,7 @@ layers. Not the kernels themselves (their own tests), nor the GPU runner (tests/
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -22,7 +23,10 @@ from rollout.plugin import fused
 from rollout.plugin.attention import SharedWeights
 from rollout.plugin.model import DecoderLayer, Inkling2ForCausalLM, TextModel
 from rollout.plugin.paging import PagedMetadata, PagedMetadataBuilder, divide
+from tests.inkling_rl.test_draft_checkpoint import write_standalone
+from tests.rollout.drafting import speculative, watched
 from tests.rollout.engines import differences, engine, generate, random_prompts
+from tests.rollout.test_drafting import Reference, check_blocks
 
 TOLERANCE = 1e-4
 RANK = 8
@@ -72,15 +76,17 @@ def calls(monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest) -> Ca
     """The engines of this test run the GPU's decoder; the parameter: up to how many rows with the kernels for few."""
     calls, ordinary = Calls(getattr(request, "param", 0)), TextModel.forward
 
-    def forward(self: TextModel, hidden_TH: torch.Tensor, positions_T: torch.Tensor) -> torch.Tensor:
+    def forward(
+        self: TextModel, hidden_TH: torch.Tensor, positions_T: torch.Tensor, outputs: dict[int, torch.Tensor]
+    ) -> torch.Tensor:
         metadata = get_forward_context().attn_metadata
         if metadata is None:
-            return ordinary(self, hidden_TH, positions_T)
+            return ordinary(self, hidden_TH, positions_T, outputs)
         first = self.layers[0]
         assert isinstance(first, DecoderLayer)
         if first.self_attn.shared is None:
             share(self)
-        return fused.forward(self, calls.kernels, hidden_TH, positions_T, metadata)
+        return fused.forward(self, calls.kernels, hidden_TH, positions_T, metadata, outputs)
 
     def build(self: Any, common_prefix_len: int, common_attn_metadata: Any, fast_build: bool = False) -> PagedMetadata:
         common = common_attn_metadata
@@ -126,6 +132,18 @@ def test_chunks_beside_decoding_requests(tiny_checkpoint: Path, tiny_oracle: Any
     assert calls.mixed > 6 * 10
     assert len(calls.max_queries) > 1
     assert max(differences(tiny_oracle, prompts, outputs)) < TOLERANCE
+
+
+def test_a_draft_sees_the_tapped_layers(
+    tiny_checkpoint: Path, tiny_oracle: Any, calls: Calls, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """One of them in the middle of a block of residuals, the other at its end: what is drafted is the reference's."""
+    prompts, own = random_prompts((3, 9, 40), seed=6), write_standalone(tiny_checkpoint, tmp_path / "draft")
+    config = json.loads((own / "config.json").read_text())
+    (own / "config.json").write_text(json.dumps(config | {"target_layer_ids": [1, 5]}))
+    with engine(tiny_checkpoint, speculative_config=speculative(own)) as llm, watched(monkeypatch) as seen:
+        outputs = generate(llm, prompts, max_tokens=12)
+    assert check_blocks(seen, outputs, prompts, Reference(tiny_checkpoint, tiny_oracle, own)) >= len(prompts) * 8
 
 
 @pytest.mark.parametrize("calls", [16], indirect=True)

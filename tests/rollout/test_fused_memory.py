@@ -84,20 +84,27 @@ def test_a_step_holds_no_more_than_was_reserved(monkeypatch: pytest.MonkeyPatch)
     monkeypatch.setattr(fused, "reserve_attention", lambda module, *given: asked.append((module.kind, given[-1])))
     text, metadata = model()
     hidden_TH = torch.randn(ROWS, HIDDEN)
+    # A draft sees a layer in the middle of a block, which is copied, and one at its end.
+    tapped = (0, PER_BLOCK - 1)
     with Peak() as step:
-        out_TH = fused.forward(text, kernels, hidden_TH, torch.arange(ROWS), metadata)
+        outputs = dict.fromkeys(tapped, hidden_TH)
+        out_TH = fused.forward(text, kernels, hidden_TH, torch.arange(ROWS), metadata, outputs)
     assert out_TH.shape == hidden_TH.shape
+    assert all(output is not hidden_TH for output in outputs.values())
     with Peak() as reserved:
-        fused.reserve(text, hidden_TH)
+        fused.reserve(text, hidden_TH, dict.fromkeys(tapped, hidden_TH))
+    with Peak() as without:
+        fused.reserve(text, hidden_TH, {})
     plane = hidden_TH.nbytes
+    assert reserved.bytes == without.bytes + plane
     # Blocks, the running one, the experts' input, products and output.
     assert reserved.bytes >= (LAYERS // PER_BLOCK + 1 + 1 + PAIRS + 1) * plane
     assert step.bytes <= reserved.bytes + plane // 8
     # Of each kind of layer, with all requests.
-    assert asked == [(0, REQUESTS), (1, REQUESTS)]
+    assert asked[:2] == [(0, REQUESTS), (1, REQUESTS)]
     text.max_requests = ROWS + 1
-    fused.reserve(text, hidden_TH)
-    assert asked[2:] == [(0, ROWS), (1, ROWS)]
+    fused.reserve(text, hidden_TH, {})
+    assert asked[-2:] == [(0, ROWS), (1, ROWS)]
 
 
 def test_every_format_of_experts_runs_on_few_rows_that_are_marlins(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -108,7 +115,7 @@ def test_every_format_of_experts_runs_on_few_rows_that_are_marlins(monkeypatch: 
         layer.mlp = lambda x_TH, index=index: ran.append((index, len(x_TH))) or x_TH
     text.shape.expert_formats = ["nvfp4"] * 4 + ["mxfp8"] * 2
     text.kernels.vector_rows = 8
-    fused.reserve(text, torch.randn(ROWS, HIDDEN))
+    fused.reserve(text, torch.randn(ROWS, HIDDEN), {})
     assert ran == [(3, 9), (5, 9), (0, ROWS)]
 
 
