@@ -18,10 +18,11 @@ import torch
 from inkling_rl import byte_tokenizer
 from inkling_rl.checkpoint.reader import resolve
 from inkling_rl.checkpoint.tiny import write_tiny
+from inkling_rl.engine_args import DRAFT_WORKER
 from lora.files import write_adapter
 from tests.gpu.engines import Watched, engine, gpu_oracle, is_second_runner, step_through
 from tests.gpu.test_engine import ALPHA, RANK, adapter_state
-from tests.rollout.drafting import Drafted, chi_square, counter
+from tests.rollout.drafting import Drafted, chi_square, counter, switch_draft, write_version
 from tests.rollout.engines import completion_of, differences, engine_logprobs, generate, oracle, random_prompts
 from tests.rollout.test_drafting import Reference, check_blocks
 from tests.rollout.test_drafting_distribution import ALLOWED, DIGITS, LEVEL, PREFIXES, TESTED, marginals
@@ -50,7 +51,8 @@ def speculative(path: str | Path, sampling: str = "probabilistic", num_tokens: i
 
 
 def drafting(path: Path, sampling: str = "probabilistic", num_tokens: int = NUM_TOKENS, **arguments: Any) -> Any:
-    return engine(path, **ARGUMENTS | arguments, speculative_config=speculative(path, sampling, num_tokens))
+    arguments = ARGUMENTS | arguments | {"worker_extension_cls": DRAFT_WORKER}
+    return engine(path, **arguments, speculative_config=speculative(path, sampling, num_tokens))
 
 
 @contextlib.contextmanager
@@ -208,6 +210,28 @@ class TestFloat32:
         found = acceptance(gpu, lambda: generate(gpu.llm, task_prompts(MODEL, 256), **sampling))
         print(f"tokens per step, T=1: {found:.2f}")
         assert found > 4.3
+
+    def test_another_draft_takes_over(
+        self, gpu: Watched, plain: list[Any], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        """In graphs, which were captured on the old one's weights, too."""
+        [before] = gpu.llm.collective_rpc("draft_status")
+        version = before["version"] + 1
+        path = write_version(MODEL, tmp_path / "draft", version, before["version"], noise=0.5)
+        [staged] = gpu.llm.collective_rpc("stage_draft", args=(str(path), version))
+        assert switch_draft(gpu.llm, version)["memory"] == staged["memory"] != before["memory"]
+        reference, asked, found = Reference(MODEL, oracle(MODEL), path), prompts[:32], []
+        for context in (contextlib.nullcontext(), drafted_eagerly(gpu)):
+            with context:
+                found.append(acceptance(gpu, lambda: generate(gpu.llm, asked, max_tokens=TOKENS)))
+        with watched(gpu, monkeypatch) as seen:
+            outputs = generate(gpu.llm, asked, max_tokens=TOKENS)
+        print(f"another draft: {check_same(plain[:32], outputs)}, tokens per step in graphs and eagerly {found}")
+        assert check_blocks(seen, outputs, asked, reference) >= len(asked) * 4
+        assert abs(found[0] - found[1]) < 0.05
+        switch_draft(gpu.llm, before["version"])
+        restored = acceptance(gpu, lambda: generate(gpu.llm, asked, max_tokens=TOKENS))
+        assert gpu.llm.collective_rpc("draft_status")[0]["memory"] == before["memory"] and restored > found[0] + 0.3
 
 
 def test_a_draft_with_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
