@@ -5,6 +5,8 @@ first request each one runs on a small input with the model's sizes and is compa
 One that does not compile or launch, or that computes something else, is replaced by that fallback after one warning, or
 stops the start (`strict`). What a kernel must get right is the business of tests/gpu, not of this check.
 
+A draft's kernels are tried where a model has a draft.
+
 Some kernels take the place of a vendor's where they are faster: `SKINNY_ROWS`, `VECTOR_ROWS` and `MIN_PAIRS` say where.
 Those are tried in the same way and are as strict, but where one does not run the vendor's does, and where none is used
 none is tried.
@@ -27,7 +29,8 @@ from typing import Any
 import torch
 
 from inkling_rl.native import KERNELS_ENV
-from rollout.kernels import expert_trials, fallback
+from rollout.kernels import draft_fallback, expert_trials, fallback
+from rollout.kernels.draft_trials import DRAFT_TRIALS
 from rollout.kernels.expert_trials import EXPERT_TRIALS
 from rollout.kernels.served import SERVED
 from rollout.kernels.trials import TRIALS, Sizes, Trial, moved, worst_error
@@ -61,6 +64,11 @@ class Kernels:
     skinny_logits: Callable[..., torch.Tensor]
     vector_experts: Callable[..., torch.Tensor]
     grouped_product: Callable[..., torch.Tensor]
+    draft_norm_rotate: Callable[..., torch.Tensor]
+    draft_store: Callable[..., None]
+    draft_attention: Callable[..., torch.Tensor]
+    draft_rnn: Callable[..., None]
+    draft_logits: Callable[..., torch.Tensor]
     fell_back: tuple[str, ...] = ()
     """Names of the fields above that were tried and are fallbacks, or not called."""
 
@@ -76,7 +84,7 @@ class Kernels:
     @property
     def capturable(self) -> bool:
         """Whether a step can be captured in a CUDA graph: the fallbacks of attention read lengths on the host."""
-        return not {"decode", "prefill"} & set(self.fell_back)
+        return not _WAITING & set(self.fell_back)
 
 
 _FALLBACKS: dict[str, Any] = {
@@ -96,6 +104,11 @@ _FALLBACKS: dict[str, Any] = {
     "skinny_logits": fallback.few_logits,
     "vector_experts": expert_trials.vector_experts,
     "grouped_product": expert_trials.grouped_product,
+    "draft_norm_rotate": draft_fallback.norm_rotate,
+    "draft_store": draft_fallback.store_context,
+    "draft_attention": draft_fallback.attention,
+    "draft_rnn": draft_fallback.rnn_step,
+    "draft_logits": draft_fallback.token_logits,
 }
 _TRITON = {
     "tap_sources": ("triton_taps", "tap_sources"),
@@ -114,8 +127,15 @@ _TRITON = {
     "skinny_logits": ("triton_skinny", "softcap_logits"),
     "vector_experts": ("triton_moe_vector", "experts"),
     "grouped_product": ("grouped_product", "grouped_product"),
+    "draft_norm_rotate": ("triton_draft", "norm_rotate"),
+    "draft_store": ("triton_draft", "store_context"),
+    "draft_attention": ("triton_draft", "attention"),
+    "draft_rnn": ("triton_draft_head", "rnn_step"),
+    "draft_logits": ("triton_draft_head", "token_logits"),
 }
-_TRIALS = TRIALS | EXPERT_TRIALS
+_TRIALS = TRIALS | EXPERT_TRIALS | DRAFT_TRIALS
+# Fallbacks that read something on the host.
+_WAITING = frozenset(("decode", "prefill", "draft_attention"))
 
 SKINNY_ROWS = 16
 """Up to 32 (`triton_skinny.MOST_ROWS`); 0 leaves those kernels alone, and they are not tried either."""
@@ -142,6 +162,10 @@ _SKINNY = frozenset(("skinny_inputs", "skinny_linear", "skinny_logits"))
 # In the place of one of these Marlin runs, whose times these are against: docs/benchmarks.md.
 _EXPERTS = frozenset(EXPERT_TRIALS)
 SLOWDOWNS |= dict.fromkeys(_SKINNY, 2) | {"vector_experts": 1.3, "grouped_product": 2.3}
+# A draft's are estimates, from launches and bytes; not measured.
+SLOWDOWNS |= {
+    "draft_norm_rotate": 10, "draft_store": 10, "draft_attention": 100, "draft_rnn": 10, "draft_logits": 5,
+}  # fmt: skip
 
 
 def load(device: torch.device, sizes: Sizes, *, strict: bool) -> Kernels:
@@ -188,6 +212,8 @@ def _is_used(name: str, device: torch.device, sizes: Sizes) -> bool:
     """Whether the engine would call it on this device; a vendor's kernel is there for what it would not."""
     if name in _SKINNY:
         return sizes.few_rows > 0
+    if name in DRAFT_TRIALS:
+        return sizes.draft is not None
     if name not in _EXPERTS:
         return True
     if name == "vector_experts":
@@ -211,7 +237,7 @@ def _pass_over(name: str, device: torch.device, reason: str | None, strict: bool
             f"the kernel {name} must run on {_name_of(device)} while rollout.strict_kernels is true; {reason}. "
             f"Set rollout.strict_kernels: false to run it on {other}, {slowdown}"
         )
-    without = ", and without CUDA graphs" if name in ("decode", "prefill") else ""
+    without = ", and without CUDA graphs" if name in _WAITING else ""
     logger.warning(
         "the kernel %s does not run on %s (%s): it runs on %s, %s%s. rollout.strict_kernels: true makes this an error",
         name, _name_of(device), reason, other, slowdown, without,

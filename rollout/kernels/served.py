@@ -13,6 +13,8 @@ from typing import Any
 
 import torch
 
+from rollout.kernels.draft import Blocks
+from rollout.kernels.draft_trials import DRAFT_TRIALS
 from rollout.kernels.paged import PagedBatch
 from rollout.kernels.trials import TRIALS, Sizes
 
@@ -35,6 +37,25 @@ def _decode(kernel: Callable[..., Any], sizes: Sizes, device: torch.device) -> C
             yield partial(kernel, *given, *trial.arguments[9:], **trial.options, programs=programs)
 
 
+def _draft_attention(kernel: Callable[..., Any], sizes: Sizes, device: torch.device) -> Calls:
+    from rollout.kernels.triton_draft import distinct_batches
+
+    shape, meta = sizes.draft, torch.device("meta")
+    if shape is None:
+        return
+    programs, batches = distinct_batches(
+        sizes.max_requests, shape.block_rows, shape.num_heads, shape.num_kv_heads, sizes.state_dtype, device
+    )
+    *rows_TXD, kv_PKNC, _ = next(DRAFT_TRIALS["draft_attention"](sizes)).to(meta)
+    for requests in batches:
+        blocks = Blocks(
+            torch.empty(requests, dtype=torch.int64, device=meta),
+            torch.empty(requests, 16, dtype=torch.int32, device=meta),
+        )
+        given = (x.new_empty(requests * shape.block_rows, *x.shape[1:]) for x in rows_TXD)
+        yield partial(kernel, *given, kv_PKNC, blocks, programs=programs)
+
+
 def _align(kernel: Callable[..., Any], sizes: Sizes, _device: torch.device) -> Calls:
     from rollout.kernels.triton_moe_align import MAX_PAIRS, block_size, tile_of
 
@@ -48,4 +69,8 @@ def _align(kernel: Callable[..., Any], sizes: Sizes, _device: torch.device) -> C
         yield partial(kernel, experts_TK, sizes.experts, size)
 
 
-SERVED: dict[str, Callable[[Callable[..., Any], Sizes, torch.device], Calls]] = {"decode": _decode, "align": _align}
+SERVED: dict[str, Callable[[Callable[..., Any], Sizes, torch.device], Calls]] = {
+    "decode": _decode,
+    "draft_attention": _draft_attention,
+    "align": _align,
+}

@@ -43,6 +43,22 @@ class AttentionSizes:
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
+class DraftSizes:
+    """A draft's layers and head."""
+
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    page: int
+    """Tokens in a block of its pages."""
+
+    block_rows: int
+    rank: int
+    vocab: int
+    norm_eps: float
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Sizes:
     """All that the kernels of a model are compiled for."""
 
@@ -80,6 +96,9 @@ class Sizes:
 
     max_requests: int = 16
     """Of a step."""
+
+    draft: DraftSizes | None = None
+    """Where there is one."""
 
     @property
     def few(self) -> tuple[int, ...]:

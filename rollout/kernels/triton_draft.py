@@ -41,9 +41,6 @@ MERGE_PROGRAMS = 2048
 MERGE_LINES = 8
 """Of a program of the merge with more."""
 
-OWN_ROWS = tl.constexpr(16)
-"""Rows of the tile with a block's own keys: the least that the matrix unit takes."""
-
 HEAD_DIMS = (16, 32, 64, 128)
 
 
@@ -155,6 +152,7 @@ def attention(
             q_TND, k_TKD, v_TKD, kv_PKNC, blocks.block_table, blocks.lengths, pieces, sums, requests,
             q_TND.stride(0), k_TKD.stride(0), v_TKD.stride(0), *kv_PKNC.stride()[:3], blocks.block_table.stride(0),
             units.query_units(size), **shape, PAGE=kv_PKNC.shape[2], ROWS=padded,
+            OWN=max(16, triton.next_power_of_2(rows)),
             MODE=triton_decode._mode(kv_PKNC.dtype), num_stages=tiles.stages, **_launch(early, tiles.warps),
         )  # fmt: skip
         _merge_kernel[(triton.cdiv(rows * group, lines), kv_heads, requests)](
@@ -177,7 +175,6 @@ def _check_angles(angles: Angles, num_rows: int, size: int) -> None:
 
 def _check(kv_PKNC: torch.Tensor, size: int, group: int, rows: int, requests: int) -> None:
     faults = [
-        ("block_size", rows <= OWN_ROWS.value, f"at most {OWN_ROWS.value}", rows),
         ("query heads x block_size", group * rows <= MAX_ROWS, f"at most {MAX_ROWS}", group * rows),
         (
             "the KV cache's dtype",
@@ -294,7 +291,7 @@ def _attention_kernel(
     q, k, v, kv, table, lengths, pieces, sums, requests, q_stride, k_stride, v_stride, block_stride, head_stride,
     token_stride, table_stride, scale, KV_HEADS: tl.constexpr, GROUP: tl.constexpr, HEAD_DIM: tl.constexpr,
     BLOCK: tl.constexpr, TILE: tl.constexpr, BATCH: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr,
-    MODE: tl.constexpr, EARLY: tl.constexpr,
+    OWN: tl.constexpr, MODE: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     """One program's stretch of the line of work: a piece for each pair (request, head) that it crosses."""
     if EARLY:
@@ -313,7 +310,7 @@ def _attention_kernel(
     head = (start - pair_start) // tiles
     pair_start += head * tiles
     line, channel = tl.arange(0, ROWS), tl.arange(0, HEAD_DIM)
-    own = tl.arange(0, OWN_ROWS)
+    own = tl.arange(0, OWN)
     real = line < GROUP * BLOCK
     while pair_start < stop:
         length = tl.load(lengths + request).to(tl.int32)
@@ -332,7 +329,7 @@ def _attention_kernel(
             tl.where(first == 0, BLOCK, 0), kv + head.to(tl.int64) * head_stride,
             table + request.to(tl.int64) * table_stride, tl.maximum(first - 1, 0),
             tl.minimum(stop - pair_start, tiles) - 1, length, block_stride, token_stride, scale, HEAD_DIM, PAGE, ROWS,
-            TILE, MODE,
+            OWN, TILE, MODE,
         )  # fmt: skip
         place = (tl.program_id(0) + request * KV_HEADS + head).to(tl.int64) * (GROUP * BLOCK) + line
         tl.store(pieces + place[:, None] * HEAD_DIM + channel[None, :], out, mask=real[:, None])
@@ -347,7 +344,8 @@ def _attention_kernel(
 @triton.jit
 def _attend(
     queries, own_keys, own_values, num_own, kv, table, low, high, length, block_stride, token_stride, scale,
-    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, TILE: tl.constexpr, MODE: tl.constexpr,
+    HEAD_DIM: tl.constexpr, PAGE: tl.constexpr, ROWS: tl.constexpr, OWN: tl.constexpr, TILE: tl.constexpr,
+    MODE: tl.constexpr,
 ):  # fmt: skip
     """Normalised output and base-2 log-sum of a block's own rows and of the context's tiles `low` to `high - 1`.
 
@@ -357,7 +355,7 @@ def _attend(
     total = tl.zeros([ROWS], tl.float32)
     out = tl.zeros([ROWS, HEAD_DIM], tl.float32)
     own = dot(queries, tl.trans(own_keys.to(queries.dtype)), None, MODE) * scale
-    own = tl.where((tl.arange(0, OWN_ROWS) < num_own)[None, :], own, -float("inf"))
+    own = tl.where((tl.arange(0, OWN) < num_own)[None, :], own, -float("inf"))
     out, top, total = _step(own, own_values.to(queries.dtype), out, top, total, MODE, True)
     for tile in range(low, high):
         keys, values = _load(kv, table, tile * TILE, 0, length, block_stride, token_stride, HEAD_DIM, PAGE, TILE, True)

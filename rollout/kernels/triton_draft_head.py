@@ -79,13 +79,13 @@ def rnn_step(
     Args:
         prepared_RJ: the hidden states' share and the bias, float32 [R, 3 S]; rows may lie apart.
         state_RS: float32. `state_out_RS` must be another tensor.
-        tokens_R: int64, the tokens before those to draw; each is a row of `w1`.
+        tokens_R: int64 with any stride, the tokens before those to draw; each is a row of `w1`.
         w1_VS, joint: `Head.w1` and `Head.joint` [3 S, 2 S], bfloat16 or float32; rows may lie apart.
         state_out_RS, out_RS: float32.
     """
     num_rows, rank = state_RS.shape
     assert prepared_RJ.shape == (num_rows, 3 * rank) and joint.shape == (3 * rank, 2 * rank)
-    assert all(x.stride(1) == 1 for x in (prepared_RJ, w1_VS, joint)) and tokens_R.is_contiguous()
+    assert all(x.stride(1) == 1 for x in (prepared_RJ, w1_VS, joint))
     assert all(x.is_contiguous() and x.dtype == torch.float32 for x in (state_RS, state_out_RS, out_RS))
     assert state_out_RS.shape == out_RS.shape == state_RS.shape and tokens_R.shape == (num_rows,)
     if num_rows == 0:
@@ -94,9 +94,10 @@ def rnn_step(
     rows, columns, warps = cell_shape(num_rows)
     with torch.cuda.device_of(state_RS):
         _rnn_kernel[(triton.cdiv(rank, columns), triton.cdiv(num_rows, rows))](
-            prepared_RJ, state_RS, tokens_R, w1_VS, joint, state_out_RS, out_RS, num_rows, prepared_RJ.stride(0),
-            w1_VS.stride(0), joint.stride(0), RANK=rank, WIDTH=min(COLUMNS_AT_ONCE, triton.next_power_of_2(rank)),
-            ROWS=rows, COLUMNS=columns, **_launch(early, warps),
+            prepared_RJ, state_RS, tokens_R, w1_VS, joint, state_out_RS, out_RS, num_rows, tokens_R.stride(0),
+            prepared_RJ.stride(0), w1_VS.stride(0), joint.stride(0), RANK=rank,
+            WIDTH=min(COLUMNS_AT_ONCE, triton.next_power_of_2(rank)), ROWS=rows, COLUMNS=columns,
+            **_launch(early, warps),
         )  # fmt: skip
 
 
@@ -140,7 +141,7 @@ def token_logits(
     assert base_RV.stride(1) == result_RV.stride(1) == 1 and out_RS.shape[0] == num_rows
     if num_rows == 0:
         return result_RV
-    tokens, width = max(8, min(triton.next_power_of_2(num_rows), MOST_TOKENS)), triton.next_power_of_2(rank)
+    tokens, width = tokens_at_once(num_rows), triton.next_power_of_2(rank)
     groups, tile = triton.cdiv(num_rows, tokens), tile or choose_tile(tokens, w2_VS.dtype)
     resident = tile.per_multiprocessor * triton_decode._multiprocessors(base_RV.device)
     programs = min(triton.cdiv(resident, groups), triton.cdiv(vocabulary, tile.rows))
@@ -154,18 +155,24 @@ def token_logits(
     return result_RV
 
 
+def tokens_at_once(num_rows: int) -> int:
+    """Columns of the matrix instruction, padding included."""
+    return max(8, min(triton.next_power_of_2(num_rows), MOST_TOKENS))
+
+
 # Numbers of rows are no constants of the code: an engine would compile in the middle of serving.
-@triton.jit(do_not_specialize=["num_rows", "prepared_stride"])
+@triton.jit(do_not_specialize=["num_rows", "token_stride", "prepared_stride"])
 def _rnn_kernel(
-    prepared, state, tokens, w1, joint, state_out, out, num_rows, prepared_stride, w1_stride, joint_stride,
-    RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, EARLY: tl.constexpr,
+    prepared, state, tokens, w1, joint, state_out, out, num_rows, token_stride, prepared_stride, w1_stride,
+    joint_stride, RANK: tl.constexpr, WIDTH: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    EARLY: tl.constexpr,
 ):  # fmt: skip
     if EARLY:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
     row = tl.program_id(1) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
-    token = tl.load(tokens + row, mask=row < num_rows, other=0)
+    token = tl.load(tokens + row * token_stride, mask=row < num_rows, other=0)
     is_place = (row < num_rows)[:, None] & (column < RANK)[None, :]
     given = prepared + row.to(tl.int64)[:, None] * prepared_stride + column[None, :]
     gate = tl.load(given, mask=is_place, other=0.0)

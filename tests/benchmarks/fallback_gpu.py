@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from rollout.kernels import cuda, trials
+from rollout.kernels.draft_trials import DRAFT_TRIALS
 from rollout.kernels.expert_trials import EXPERT_TRIALS
 from rollout.kernels.trials import TRIALS, Trial
 from tests.gpu.test_cuda_kernels import SMALL
@@ -70,7 +71,7 @@ def main() -> None:
     print(f"trial again, all but one compiled: {time.perf_counter() - started:.1f} s")
     try_experts()
     print(f"{'kernel':14} {'trial':34} {'kernel ms':>10} {'torch ms':>10} {'ratio':>7}")
-    calls = [(name, trial) for name in TRIALS for trial in TRIALS[name](SMALL)]
+    calls = [(name, trial) for name, of in (TRIALS | DRAFT_TRIALS).items() for trial in of(SMALL)]
     for name, trial in [*calls, *((name, replace(trial, what=f"{trial.what}, 8K")) for name, trial in longer())]:
         given = trial.to(DEVICE)
         fast, slow = getattr(kernels, name), cuda._FALLBACKS[name]

@@ -9,7 +9,8 @@ import pytest
 import torch
 
 from rollout.kernels import cuda
-from rollout.kernels.trials import TRIALS, AttentionSizes, Sizes, Trial
+from rollout.kernels.draft_trials import DRAFT_TRIALS
+from rollout.kernels.trials import TRIALS, AttentionSizes, DraftSizes, Sizes, Trial
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
@@ -19,6 +20,8 @@ SMALL = Sizes(
     gate_cap=4.0, up_cap=25.0, max_queries=(1, 8), attention=(
         AttentionSizes(num_heads=48, num_kv_heads=8, head_dim=128, extent=1024, window=None, page=64),
         AttentionSizes(num_heads=48, num_kv_heads=8, head_dim=128, extent=1024, window=1024, page=16),
+    ), draft=DraftSizes(
+        num_heads=48, num_kv_heads=8, head_dim=128, page=64, block_rows=7, rank=256, vocab=201024, norm_eps=1e-6
     ),
 )  # fmt: skip
 TINY = replace(
@@ -26,8 +29,11 @@ TINY = replace(
     attention=tuple(
         AttentionSizes(num_heads=12, num_kv_heads=2, head_dim=16, extent=16, window=window, page=16)
         for window in (None, 16)
+    ), draft=DraftSizes(
+        num_heads=12, num_kv_heads=2, head_dim=16, page=16, block_rows=7, rank=16, vocab=512, norm_eps=1e-6
     ),
 )  # fmt: skip
+ALL = TRIALS | DRAFT_TRIALS
 SIZES = {
     "small": SMALL,
     "tiny": TINY,
@@ -59,19 +65,19 @@ def check_fallback(name: str, trial: Trial) -> None:
     assert cuda._error(slow, slow, trial, torch.device("cuda")) <= max(trial.limit, 1e-6)
 
 
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("name", ALL)
 def test_a_fallback_gives_the_same_on_the_device(name: str) -> None:
-    for trial in TRIALS[name](SIZES["tiny, float32"]):
+    for trial in ALL[name](SIZES["tiny, float32"]):
         check_fallback(name, trial)
-    for trial in TRIALS[name](SMALL):
+    for trial in ALL[name](SMALL):
         check_fallback(name, trial)
 
 
-@pytest.mark.parametrize("name", [name for name in TRIALS if name not in ("decode", "prefill")])
+@pytest.mark.parametrize("name", [name for name in ALL if name not in cuda._WAITING])
 def test_a_graph_holds_a_fallback(name: str) -> None:
     """Captured, and replayed after what it wrote was spoiled."""
     slow, device = cuda._FALLBACKS[name], torch.device("cuda")
-    trial = next(iter(TRIALS[name](TINY)))
+    trial = next(iter(ALL[name](TINY)))
     given = trial.to(device)
     trial.call(slow, given)
     again = trial.to(device)

@@ -25,7 +25,7 @@ from triton.runtime.jit import JITFunction  # noqa: E402
 from rollout.kernels import compile_ahead as ahead  # noqa: E402
 from rollout.kernels import cuda  # noqa: E402
 from rollout.kernels.compile_ahead import compile_ahead  # noqa: E402
-from rollout.kernels.trials import AttentionSizes, Sizes  # noqa: E402
+from rollout.kernels.trials import AttentionSizes, DraftSizes, Sizes  # noqa: E402
 from rollout.kernels.triton_activation import expert_activation  # noqa: E402
 from tests.rollout.hopper_compiler import META, Compiler, pretend  # noqa: E402
 
@@ -36,6 +36,8 @@ SIZES = Sizes(
     few_rows=16, least_pairs=48, attention=tuple(
         AttentionSizes(num_heads=12, num_kv_heads=2, head_dim=128, extent=64, window=window, page=16)
         for window in (None, 64)
+    ), draft=DraftSizes(
+        num_heads=12, num_kv_heads=2, head_dim=128, page=16, block_rows=7, rank=32, vocab=512, norm_eps=1e-6
     ),
 )  # fmt: skip
 RUN = JITFunction.run
@@ -74,6 +76,8 @@ def test_trials_compile_nothing_afterwards(
         "_sources_kernel", "_prepare_kernel", "_conv_mix_kernel", "_early_kernel", "_choose_kernel", "_logits_kernel",
         "_activation_kernel", "_align_kernel", "_sum_kernel", "_project_kernel", "_softcap_kernel",
         "_decode_kernel", "merge_kernel", "_table_kernel", "_expert_up_kernel", "_expert_down_kernel", "product_kernel",
+        "_norm_rotate_kernel", "_store_kernel", "_attention_kernel", "_merge_kernel", "_rnn_kernel",
+        "_token_logits_kernel",
     }  # fmt: skip
     fast = {"prefill_kernel", "_skinny_kernel", "_segment_kernel"}
     assert asked.keys() == of_each | (fast if dtype is BF16 else {"_prefill_kernel"})

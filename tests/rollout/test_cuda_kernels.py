@@ -20,8 +20,9 @@ import torch
 from inkling_rl.native import KERNELS_ENV
 from rollout.kernels import cuda, fallback
 from rollout.kernels.cuda import FALLBACKS, KernelError, Kernels
+from rollout.kernels.draft_trials import DRAFT_TRIALS
 from rollout.kernels.expert_trials import EXPERT_TRIALS
-from rollout.kernels.trials import TRIALS, AttentionSizes, Sizes, worst_error
+from rollout.kernels.trials import TRIALS, AttentionSizes, DraftSizes, Sizes, worst_error
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 CPU = torch.device("cpu")
@@ -31,8 +32,11 @@ SIZES = Sizes(
     conv_page=4, gate_cap=4.0, up_cap=25.0, expert_formats=("mxfp8", "nvfp4"), max_tokens=300, attention=tuple(
         AttentionSizes(num_heads=12, num_kv_heads=2, head_dim=16, extent=16, window=window, page=16)
         for window in (None, 16)
+    ), draft=DraftSizes(
+        num_heads=12, num_kv_heads=2, head_dim=16, page=16, block_rows=7, rank=16, vocab=512, norm_eps=1e-6
     ),
 )  # fmt: skip
+WAITING = ("decode", "prefill", "draft_attention")
 
 
 @pytest.fixture(autouse=True)
@@ -98,9 +102,9 @@ def test_on_a_machine_without_a_gpu_every_kernel_falls_back(caplog: pytest.LogCa
     with caplog.at_level(logging.WARNING):
         kernels = cuda.load(CPU, replace(SIZES, dtype=torch.bfloat16), strict=False)
     # `project` takes torch by itself for what is on the host.
-    assert set(kernels.fell_back) == set(TRIALS) - {"project"} and not kernels.capturable
+    assert set(kernels.fell_back) == set(TRIALS | DRAFT_TRIALS) - {"project"} and not kernels.capturable
     assert kernels.softcap_logits is fallback.softcap_logits and kernels.few_rows == 0
-    assert len(caplog.records) == len(TRIALS) - 1
+    assert len(caplog.records) == len(TRIALS | DRAFT_TRIALS) - 1
     assert "the kernel prefill does not run on cpu (" in caplog.text
     with pytest.raises(
         KernelError, match=r"the kernel tap_sources must run on cpu while rollout\.strict_kernels is tr"
@@ -121,7 +125,8 @@ def spoiled(name: str) -> Function:
 
     def kernel(*arguments: Any, **options: Any) -> Any:
         result = cuda._FALLBACKS[name](*arguments, **options)
-        last = [x for x in arguments if isinstance(x, torch.Tensor)][-1] if result is None else result
+        tensors = [x for x in arguments if isinstance(x, torch.Tensor) and x.is_floating_point()]
+        last = tensors[-1] if result is None else result
         target = last[0] if isinstance(last, tuple) else last
         last_row = target.reshape(-1, target.shape[-1])[-1]
         last_row[1] += 0.2 * last_row.abs().nan_to_num(posinf=0).max() if target.is_floating_point() else 1
@@ -134,7 +139,7 @@ def no_room(*_: Any, **__: Any) -> None:
     raise RuntimeError("out of resource: shared memory, Required: 300000,\n  Hardware limit: 232448")
 
 
-@pytest.mark.parametrize("name", TRIALS | EXPERT_TRIALS)
+@pytest.mark.parametrize("name", TRIALS | EXPERT_TRIALS | DRAFT_TRIALS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_kernel_that_computes_something_else_is_found(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, hopper: None, name: str, dtype: torch.dtype
@@ -150,7 +155,7 @@ def test_a_kernel_that_computes_something_else_is_found(
         return
     assert kernels.few_rows == (16 if dtype is torch.bfloat16 and name not in SKINNY else 0)
     assert kernels.fell_back == (name,) and getattr(kernels, name) is cuda._FALLBACKS[name]
-    assert kernels.capturable == (name not in ("decode", "prefill"))
+    assert kernels.capturable == (name not in WAITING)
     [record] = caplog.records
     assert f"the kernel {name} does not run on cpu" in record.message and "something else" in record.message
     other = "vLLM's Marlin" if name in EXPERT_TRIALS else "torch"
@@ -180,7 +185,7 @@ def test_a_kernel_that_is_not_launched_falls_back_or_stops_the_start(
         kernels = cuda.load(CPU, SIZES, strict=False)
     assert kernels.fell_back == ("conv_mix",) and kernels.conv_mix is fallback.conv_mix and kernels.capturable
     assert "(RuntimeError: out of resource: shared memory, Required: 300000, Hardware limit: 232448)" in caplog.text
-    message = r"the kernel conv_mix must run on cpu .*out of resource.* Set rollout\.strict_kernels: false .* 10 times"
+    message = r"the kernel conv_mix must run on cpu .*out of resource.* Set rollout\.strict_kernels: false .* 15 times"
     with pytest.raises(KernelError, match=message):
         cuda.load(CPU, SIZES, strict=True)
 
@@ -190,6 +195,26 @@ def test_the_kernels_for_few_rows_are_off_where_no_row_is_few(monkeypatch: pytes
     with_kernel(monkeypatch, "skinny_linear", no_room)
     kernels = cuda.load(CPU, replace(SIZES, dtype=torch.bfloat16), strict=True)
     assert kernels.few_rows == 0 and kernels.fell_back == ()
+
+
+@pytest.mark.parametrize("name", DRAFT_TRIALS)
+def test_a_drafts_kernels_are_tried_where_there_is_one(monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    with_kernel(monkeypatch, name, no_room)
+    assert cuda.load(CPU, replace(SIZES, draft=None), strict=True).fell_back == ()
+    with pytest.raises(KernelError, match=rf"the kernel {name} must run on cpu .*out of resource.* to run it on torch"):
+        cuda.load(CPU, SIZES, strict=True)
+
+
+def test_a_drafts_kernels_are_tried_for_every_number_of_requests_that_makes_other_code() -> None:
+    """As many as the engine takes; lines of attention are merged together from nine on here."""
+    counts = lambda name, sizes: [len(trial.arguments[0]) for trial in DRAFT_TRIALS[name](sizes)]
+    sizes = replace(SIZES, draft=replace(SIZES.draft, num_heads=36))
+    for most, attention, cell, logits in ((1, [1], [1], [1]), (8, [3], [1, 2], [1]), (9, [3, 9], [1, 2], [1, 9])):
+        sizes = replace(sizes, max_requests=most)
+        assert [count // 7 for count in counts("draft_attention", sizes)] == attention
+        assert (counts("draft_rnn", sizes), counts("draft_logits", sizes)) == (cell, logits)
+    sizes = replace(sizes, max_requests=300)
+    assert counts("draft_rnn", sizes) == [1, 2, 33] and counts("draft_logits", sizes) == [1, 9, 17, 33]
 
 
 @pytest.mark.parametrize("name", EXPERT_TRIALS)

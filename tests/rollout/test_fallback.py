@@ -12,11 +12,12 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-from rollout.kernels import cuda, fallback, reference
+from rollout.kernels import cuda, draft_fallback, fallback, reference
+from rollout.kernels.draft_trials import DRAFT_TRIALS
 from rollout.kernels.paged import PagedBatch
-from rollout.kernels.trials import TRIALS, AttentionSizes, Sizes
+from rollout.kernels.trials import TRIALS, AttentionSizes, DraftSizes, Sizes
 from tests.rollout import around_attention_cases as cases
-from tests.rollout import linear_cases, moe_cases
+from tests.rollout import draft_cases, linear_cases, moe_cases
 from tests.rollout.decode_cases import CASES, Case, exact, make, relative_error
 from tests.rollout.test_triton_prefill import CASES as PREFILL_CASES
 
@@ -37,6 +38,10 @@ def in_place_of_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(moe_cases.triton_moe_sum, "weighted_sum", fallback.weighted_sum)
     monkeypatch.setattr(linear_cases.triton_linear, "project", fallback.project)
     monkeypatch.setattr(linear_cases.triton_softcap, "softcap_logits", fallback.softcap_logits)
+    for name in ("norm_rotate", "store_context"):
+        monkeypatch.setattr(draft_cases.triton_draft, name, getattr(draft_fallback, name))
+    for name in ("rnn_step", "token_logits"):
+        monkeypatch.setattr(draft_cases.triton_draft_head, name, getattr(draft_fallback, name))
 
 
 @pytest.mark.parametrize("tokens_per_block", [1, 4, 16])
@@ -167,22 +172,48 @@ def test_pieces_of_rows_and_heads_give_what_the_whole_gives(
     assert relative_error(pieces, whole.double()) < 1e-6 and relative_error(pieces, exact(inputs)) < TOLERANCE
 
 
+@pytest.mark.parametrize("dtype", [F32, BF16])
+def test_a_drafts_layers_and_head(dtype: torch.dtype) -> None:
+    draft_cases.check_norm_rotate("cpu", dtype, 5, 3, 16)
+    draft_cases.check_norm_rotate("cpu", dtype, 3, 48, 128, 3, F32)
+    for page_dtype in (F32, BF16):
+        draft_cases.check_store("cpu", dtype, page_dtype, 12, 8, 128, layers=3)
+    draft_cases.check_rnn("cpu", dtype, 5, 20)
+    draft_cases.check_logits("cpu", dtype, 5, 256, 333)
+    draft_cases.check_logits("cpu", dtype, 5, 256, 333, lambda base: base)
+
+
+@pytest.mark.parametrize("dtype", [F32, BF16])
+@pytest.mark.parametrize("name", draft_cases.CASES)
+def test_a_drafts_attention(name: str, dtype: torch.dtype) -> None:
+    """Nothing is rounded, whatever the dtypes of rows and pages."""
+    inputs = draft_cases.make(replace(draft_cases.CASES[name], dtype=dtype))
+    got, wanted = draft_fallback.attention(*inputs.arguments(), F32), draft_cases.exact(inputs)
+    assert got.dtype is F32 and relative_error(got, wanted) < TOLERANCE
+    rounded = draft_fallback.attention(*inputs.arguments())
+    assert rounded.dtype is dtype and torch.equal(rounded, got.to(dtype))
+    none = draft_cases.make(draft_cases.Case(lengths=()))
+    assert draft_fallback.attention(*none.arguments()).shape == (0, 12, 16)
+
+
 SIZES = Sizes(
     dtype=BF16, state_dtype=BF16, hidden=64, experts=16, top_k=4, expert_width=32, d_rel=16, conv_page=4, gate_cap=4.0,
     up_cap=25.0, max_queries=(1, 8), attention=tuple(
         AttentionSizes(num_heads=12, num_kv_heads=2, head_dim=16, extent=16, window=window, page=16)
         for window in (None, 16)
+    ), draft=DraftSizes(
+        num_heads=12, num_kv_heads=2, head_dim=16, page=16, block_rows=7, rank=16, vocab=512, norm_eps=1e-6
     ),
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("name", TRIALS)
+@pytest.mark.parametrize("name", TRIALS | DRAFT_TRIALS)
 def test_nothing_but_attention_waits_for_the_device(name: str) -> None:
     """Without values, whatever needs one on the host (a count, a length) fails."""
     with FakeTensorMode() as mode:
         for trial in TRIALS_OUTSIDE[name]:
             arguments = [fake(argument, mode) for argument in trial.arguments]
-            if name in ("decode", "prefill"):
+            if name in cuda._WAITING:
                 with pytest.raises(DataDependentOutputException):
                     trial.call(cuda._FALLBACKS[name], arguments)
             else:
@@ -193,10 +224,12 @@ def fake(argument: Any, mode: FakeTensorMode) -> Any:
     if isinstance(argument, PagedBatch):
         names = [f.name for f in fields(argument) if f.name != "native"]
         return replace(argument, **{name: mode.from_tensor(getattr(argument, name)) for name in names})
+    if hasattr(argument, "_fields"):
+        return type(argument)(*(fake(part, mode) for part in argument))
     return mode.from_tensor(argument) if isinstance(argument, torch.Tensor) else argument
 
 
-TRIALS_OUTSIDE: dict[str, list[Any]] = {name: list(trials(SIZES)) for name, trials in TRIALS.items()}
+TRIALS_OUTSIDE: dict[str, list[Any]] = {name: list(trials(SIZES)) for name, trials in (TRIALS | DRAFT_TRIALS).items()}
 """Made before a mode is entered: real tensors."""
 
 

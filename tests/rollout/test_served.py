@@ -21,7 +21,9 @@ if os.environ.get("TRITON_INTERPRET") == "1":
 
 from triton.runtime.jit import JITFunction
 
-from rollout.kernels import cuda, triton_decode, triton_moe_align
+from rollout.kernels import cuda, triton_decode, triton_draft, triton_draft_head, triton_moe_align
+from rollout.kernels.draft import Angles, Blocks
+from rollout.kernels.draft_trials import DRAFT_TRIALS
 from rollout.kernels.paged import PagedBatch
 from rollout.plugin.device import kernel_sizes
 from rollout.plugin.shape import ModelShape
@@ -31,6 +33,7 @@ from tests.rollout.test_compile_ahead import SIZES
 from tests.rollout.test_fused import Calls, calls  # noqa: F401
 
 RUN = JITFunction.run
+OF_DRAFTS = tuple(DRAFT_TRIALS)
 ON_HOST = ("project", "skinny_inputs", "skinny_linear", "skinny_logits", "vector_experts", "grouped_product")
 """Kernels that leave what is on a host to torch, or are for bfloat16."""
 
@@ -51,7 +54,7 @@ def test_an_engine_s_steps_compile_nothing(
     compiler: Compiler,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    names, ran = [name for name in cuda._TRITON if name not in ON_HOST], Counter[str]()
+    names, ran = [name for name in cuda._TRITON if name not in ON_HOST + OF_DRAFTS], Counter[str]()
 
     def beside(name: str) -> Any:
         kernel, slow = cuda._triton(name), getattr(calls.kernels, name)
@@ -110,3 +113,40 @@ def test_no_number_of_tokens_compiles_the_order_of_pairs(compiler: Compiler, mon
         size = triton_moe_align.block_size(tokens * SIZES.top_k, SIZES.experts)
         triton_moe_align.align(torch.empty(tokens, SIZES.top_k, dtype=torch.int32, device=META), SIZES.experts, size)
     assert Counter(compiler.asked) == asked and asked["_align_kernel"] > 5
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_no_batch_compiles_a_drafts_kernels(
+    compiler: Compiler, monkeypatch: pytest.MonkeyPatch, dtype: torch.dtype
+) -> None:
+    """Rows and pages as an engine has them: columns of wider tensors, several layers in a page, a place of a block."""
+    sizes = replace(SIZES, dtype=dtype, state_dtype=dtype, max_requests=300)
+    shape = sizes.draft
+    assert shape is not None
+    cuda._compile(list(OF_DRAFTS), META, sizes)
+    asked = Counter(compiler.asked)
+    # Sizes of a batch, beside shapes of the merge; of the cell three and of the logits four.
+    assert asked["_attention_kernel"] == 3 and asked["_merge_kernel"] > 3
+    assert asked["_rnn_kernel"] == 3 and asked["_token_logits_kernel"] == 4
+    unlaunched(monkeypatch)
+    heads, kv_heads, size, rank, vocabulary = 12, 2, 128, shape.rank, shape.vocab
+    new = lambda *of, dtype=dtype: torch.empty(of, dtype=dtype, device=META)
+    float32, int64 = torch.float32, torch.int64
+    kv, weight = new(50, kv_heads, 16, 3 * 2 * size)[..., 2 * size : 4 * size], new(size, dtype=float32)
+    for requests in (*range(1, 40), 64, 65, 127, 128, 129, 256, 299, 300):
+        rows = 7 * requests
+        angles = Angles(new(rows, size // 2, dtype=float32), new(rows, size // 2, dtype=float32))
+        wide = new(rows, (heads + 2 * kv_heads) * size)
+        q, k = (
+            triton_draft.norm_rotate(x, weight, angles, 1e-6)
+            for x in (wide[:, : heads * size], wide[:, heads * size : (heads + kv_heads) * size])
+        )
+        triton_draft.store_context(wide[:, heads * size :], weight, angles, 1e-6, kv, new(rows, dtype=int64))
+        v, blocks = wide[:, (heads + kv_heads) * size :], Blocks(new(requests, dtype=int64), new(requests, 900).int())
+        triton_draft.attention(q, k, v.unflatten(1, (kv_heads, size)), kv, blocks)
+        prepared, base = (new(requests, 7, width, dtype=float32)[:, 1] for width in (3 * rank, vocabulary))
+        joint, state = new(3 * rank, 2 * rank + sizes.hidden)[:, : 2 * rank], new(requests, rank, dtype=float32)
+        tokens = new(requests, 7, dtype=int64)[:, 2]
+        triton_draft_head.rnn_step(prepared, state, tokens, new(vocabulary, rank), joint, state, state)
+        triton_draft_head.token_logits(base, state, new(vocabulary, rank), base)
+    assert Counter(compiler.asked) == asked
