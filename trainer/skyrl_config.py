@@ -210,4 +210,6 @@ def _engine(recipe: Recipe, model_path: Path, run_dir: Path, engine_url: str | N
         return settings | {f"{prefix}external_proxy_url": engine_url, f"{prefix}run_engines_locally": False}
     draft = served_draft(recipe, run_dir)
     arguments = engine_arguments(recipe, model=str(model_path), draft=draft) | SERVER_ARGUMENTS
+    # Weights do not travel SkyRL's way, whose receiver comes with its worker class; a draft's worker class is ours.
+    arguments["weight_transfer_config"] = None
     return settings | {f"{prefix}engine_init_kwargs": arguments}

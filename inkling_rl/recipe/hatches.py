@@ -35,6 +35,7 @@ VLLM_ARGS_OF_THE_TRAINER = (
     "host",
     "disable_uvicorn_access_log",
     "middleware",
+    "weight_transfer_config",
 )
 SKYRL_ARGS_SET_BY_RECIPE = {
     "data.train_data": "data.train",

@@ -1,4 +1,4 @@
-"""Two engines as Ray actors of SkyRL's server group: every version reaches both, and episodes are spread over them."""
+"""Two engines as Ray actors of SkyRL's server group: every version of policy and draft reaches both."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 def test_two_engines_as_ray_actors(tmp_path: Path) -> None:
     recipe = build_recipe(
         "builtin:tiny-arithmetic",
-        rollout={"placement": "ray", "num_engines": 2},
+        rollout={"placement": "ray", "num_engines": 2, "draft": {"refresh": {"interval": 1}}},
         logging={"runs_dir": str(tmp_path), "run_name": "run"},
     )
     (tmp_path / "recipe.yaml").write_text(dump(recipe))
@@ -33,6 +33,8 @@ def test_two_engines_as_ray_actors(tmp_path: Path) -> None:
     assert rows[-1]["mismatch/abs_logprob_diff"] < 1e-5
     log = (tmp_path / "run" / "logs" / "trainer.log").read_text()
     assert len(re.findall(r"Loaded new LoRA adapter: name 'policy-v2'", log)) == 2
+    assert [row["rollout/draft_version"] for row in rows] == [1, 2]
+    assert len(re.findall(r"draft version 3 serves now, in place of version 2", log)) == 2
 
 
 def test_engine_actors_end_with_a_killed_driver(tmp_path: Path) -> None:

@@ -105,6 +105,7 @@ def test_owners_of_vendor_keys_exist() -> None:
         ("rollout.vllm_args.speculative_config={method: ngram}", "rollout.draft decides it"),
         ("rollout.vllm_args.worker-extension-cls=a.B", "rollout.draft decides it"),
         ("rollout.vllm_args.middleware=[a.B]", "must not be set: the trainer needs its own value"),
+        ("rollout.vllm_args.weight_transfer_config={}", "must not be set: the trainer needs its own value"),
         ("rollout.strict_kernels=1", "rollout.strict_kernels must be a boolean; got 1. A GPU kernel that does not"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from inkling_rl.engine_args import DRAFT_ROUTES, DRAFT_WORKER
 from inkling_rl.recipe import Recipe, RecipeError, load
 from tests.trainer.conftest import Recipes
 
@@ -62,6 +63,15 @@ def test_engines_as_ray_actors_get_the_same_arguments(recipes: Recipes) -> None:
     assert arguments["served_model_name"] == ["base"] and arguments["max_model_len"] == 128
     strict = build(recipes(rollout={"strict_kernels": True}), engine_url=None).generator.inference_engine
     assert strict.engine_init_kwargs["additional_config"] == {"inkling2": {"strict_kernels": True}}
+
+
+def test_engines_as_ray_actors_can_replace_their_draft(recipes: Recipes, checkpoint: Path) -> None:
+    """With our worker class in the place of SkyRL's, without which SkyRL's way of sending weights is unknown."""
+    cfg = build(recipes(rollout={"draft": {}}), engine_url=None, model_path=checkpoint)
+    arguments = cfg.generator.inference_engine.engine_init_kwargs
+    assert arguments["worker_extension_cls"] == DRAFT_WORKER
+    assert arguments["middleware"] == [DRAFT_ROUTES]
+    assert arguments["weight_transfer_config"] is None
 
 
 def test_escape_hatch_is_merged_last_and_checked(recipes: Recipes) -> None:
