@@ -1,13 +1,14 @@
-"""What refreshing a draft is worth while its policy moves: the quick start its draft left alone, or refreshed.
+"""What refreshing a draft is worth while its policy moves: the quick start with its draft left alone, or refreshed.
 
-    python -m tests.benchmarks.draft_refresh OUT [--num-steps 24] [--interval 2] [--every 1] [--seed 0]
+    python -m tests.benchmarks.draft_refresh OUT [--num-steps 24] [--interval 2] [--every 3] [--seed 0]
 
-Trains both arms through SkyRL, DeepSpeed and the engine, with a checkpoint every step; an arm that has finished in OUT
-is not trained again. Then, at step s of each: the policy after s steps and the draft that serves the next rollouts, on
-256 held-out prompts, always the same, with one completion each, sampled anew from that policy with transformers. The
-number is the expected tokens per verification step of `trainer.draft.measure`, computed and not drawn. Its standard
-error is over 16 groups of 16 prompts. Asked for is, as the mean of the last five measured steps: left alone, a loss of
-a tenth or more; refreshed, at least 95 % of the start, and above the other by more than twice the standard error.
+Trains both arms through SkyRL, DeepSpeed and the engine, with a checkpoint every step. Then, at every third step s of
+each, so that drafts fresh and a step old alternate: the policy after s steps and the draft that serves the next
+rollouts, on 256 held-out prompts, always the same, with one completion each, sampled anew from that policy with
+transformers. The number is the expected tokens per verification step of `trainer.draft.measure`, computed and not
+drawn. Its standard error is over 16 groups of 16 prompts. Asked for is, as the mean of the last five measured steps:
+left alone, a loss of a tenth or more; refreshed, at least 95 % of the start, and above the other by more than twice the
+standard error. The same command goes on where it was stopped.
 """
 
 from __future__ import annotations
@@ -62,8 +63,10 @@ def train(out: Path, name: str, num_steps: int, seed: int, interval: int | None)
     ]
     if interval:
         settings.append(f"rollout.draft.refresh.interval={interval}")
-    command = [sys.executable, "-m", "inkling_rl.cli", "train", "quickstart.yaml"]
-    subprocess.run(command + [part for setting in settings for part in ("-s", setting)], check=True)
+    arguments = ["quickstart.yaml", *(part for setting in settings for part in ("-s", setting))]
+    if (run / "checkpoints" / "latest").is_file():
+        arguments = ["--resume", str(run)]
+    subprocess.run([sys.executable, "-m", "inkling_rl.cli", "train", *arguments], check=True)
     return run
 
 
@@ -107,15 +110,17 @@ class Ruler:
 
 
 def curve(run: Path, steps: range, seed: int) -> Curve:
-    """Of an arm."""
+    """Of an arm. What was measured is kept in a file of the run and not measured again."""
+    kept = run / f"tokens_per_step-{seed}.json"
+    found: Curve = {int(step): values for step, values in json.loads(kept.read_text()).items()} if kept.exists() else {}
     ruler = Ruler(seed)
-    found: Curve = {}
-    for step in steps:
+    for step in (step for step in steps if step not in found):
         checkpoint = run / "checkpoints" / f"step-{step}"
         draft = checkpoint / "draft"
         found[step] = ruler.length(checkpoint / "adapter" if step else None, draft if draft.is_dir() else None)
+        kept.write_text(json.dumps(found))
         print(f"{run.name} step {step}: {statistics.fmean(found[step]):.3f}", flush=True)
-    return found
+    return {step: found[step] for step in steps}
 
 
 def rewards(run: Path) -> dict[int, float]:
@@ -160,7 +165,7 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--num-steps", type=int, default=24)
     parser.add_argument("--interval", type=int, default=2)
-    parser.add_argument("--every", type=int, default=1)
+    parser.add_argument("--every", type=int, default=3)
     parser.add_argument("--seed", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-import signal
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +14,7 @@ from inkling_rl import metrics
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.recipe import dump
-from tests.e2e.test_failures import Training, disturb, kill_trainer, rows
+from tests.e2e.test_failures import Training, kill_trainer, rows
 from tests.trainer.conftest import build_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -78,16 +78,28 @@ def test_versions_advance_and_the_engine_drafts_with_the_newest(alone: Path) -> 
     assert sum(not value.equal(before[name]) for name, value in last.items()) > 0.8 * len(last)
 
 
+def kill_after(step: int, run: Path, *arguments: str) -> None:
+    """Kills a training as soon as the checkpoint of a step has its name."""
+    training = Training(*arguments)
+    training.read(f"step {step}/{NUM_STEPS}")
+    latest, deadline = run / "checkpoints" / "latest", time.monotonic() + 60
+    while not (latest.is_file() and latest.read_text() == f"step-{step}\n"):
+        assert time.monotonic() < deadline, "no checkpoint"
+        time.sleep(0.02)
+    kill_trainer(training)
+    training.read()
+    training.assert_nothing_is_left()
+
+
 def test_a_run_killed_before_and_after_a_refresh_equals_one_left_alone(recipe_file: Path, alone: Path) -> None:
     """After step 1 completions wait for the refresh; after step 4 draft 3 has just been published."""
     hit = alone.with_name("hit")
-    status, _ = disturb([str(recipe_file), "-s", "logging.run_name=hit"], f"step 1/{NUM_STEPS}", kill_trainer)
-    assert status == -signal.SIGKILL
-    status, _ = disturb(["--resume", str(hit)], f"step 4/{NUM_STEPS}", kill_trainer)
-    assert status == -signal.SIGKILL
+    kill_after(1, hit, str(recipe_file), "-s", "logging.run_name=hit")
+    kill_after(4, hit, "--resume", str(hit))
     training = Training("--resume", str(hit))
     console = training.read()
     assert training.process.returncode == 0, console
+    assert "continuing after step 4" in console
     assert without_seconds(rows(hit)) == without_seconds(rows(alone))
     last = [run / "checkpoints" / f"step-{NUM_STEPS}" for run in (alone, hit)]
     for name in ("run.json", "adapter/adapter_model.safetensors", "draft_completions.jsonl", "draft_training.pt"):
