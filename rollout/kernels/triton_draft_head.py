@@ -144,12 +144,14 @@ def token_logits(
     tokens, width = tokens_at_once(num_rows), triton.next_power_of_2(rank)
     groups, tile = triton.cdiv(num_rows, tokens), tile or choose_tile(tokens, w2_VS.dtype)
     resident = tile.per_multiprocessor * triton_decode._multiprocessors(base_RV.device)
+    # What is asked for ahead begins at a multiple of 16 bytes.
+    prefetched = PREFETCHED if rank % 8 == 0 else 0
     programs = min(triton.cdiv(resident, groups), triton.cdiv(vocabulary, tile.rows))
     with torch.cuda.device_of(base_RV):
         _token_logits_kernel[(groups, programs)](
             base_RV, out_RS, w2_VS, result_RV, num_rows, vocabulary, base_RV.stride(0), result_RV.stride(0),
             RANK=rank, WIDTH=max(16, width), TOKENS=tokens, TILE=tile.rows, MODE=triton_decode._mode(w2_VS.dtype),
-            PIECES=max(1, 32 * tile.warps // tile.rows), PREFETCH=PREFETCHED, num_stages=tile.stages,
+            PIECES=max(1, 32 * tile.warps // tile.rows), PREFETCH=prefetched, num_stages=tile.stages,
             **_launch(early, tile.warps),
         )  # fmt: skip
     return result_RV

@@ -266,7 +266,7 @@ def check_logits(
     hidden = given.isinf()
     assert bool((got[hidden] == -math.inf).all())
     error = (got.double() - given - added)[~hidden].norm() / math.sqrt(num_rows * vocabulary)
-    # Rounding of the sum, and of what is added: next to nothing beside the rounding of the weights.
+    # Rounding of the sum of up to 256 products, and of what is added: next to nothing beside that of the weights.
     of_weights = (added - out.double() @ full.double().t()).norm() / math.sqrt(num_rows * vocabulary)
-    limit = 2e-6 if dtype is torch.float32 else 2e-6 + float(of_weights) / (8 if device == "cpu" else 32)
+    limit = 8e-6 if dtype is torch.float32 else 2e-6 + float(of_weights) / (8 if device == "cpu" else 32)
     assert float(error) < limit, (float(error), float(of_weights))
