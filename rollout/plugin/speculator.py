@@ -30,6 +30,7 @@ class DSparkSpeculator(dspark.DSparkSpeculator):
     """Drafts `num_speculative_tokens` tokens per request and step."""
 
     model: CudaDraft
+    vllm_config: Any
 
     def __init__(self, vllm_config: Any, device: torch.device) -> None:
         shape = draft_config.draft_shape(vllm_config)
