@@ -151,7 +151,7 @@ def draft_arguments(recipe: Recipe, model: str, device: Device, path: Path | Non
 
 
 def draft_method(device: Device) -> str:
-    """vLLM's name for the way a draft of Inkling 2 runs there; what drafts is the plugin's (`rollout.plugin.drafting`)."""
+    """vLLM's name for the way a draft of Inkling 2 runs there; what drafts is `rollout.plugin.drafting`'s."""
     return "dspark" if device == "cuda" else "dflash"
 
 
