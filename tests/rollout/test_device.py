@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,10 +16,11 @@ from vllm.platforms.interface import DeviceCapability
 from vllm.utils.argparse_utils import FlexibleArgumentParser
 
 from inkling_rl.checkpoint.tiny import tiny_config
+from inkling_rl.draft.shape import DraftShape
 from inkling_rl.engine_args import command_line, engine_arguments
 from inkling_rl.formats import ExpertFormat
 from inkling_rl.recipe import Recipe
-from rollout.kernels.trials import AttentionSizes
+from rollout.kernels.trials import AttentionSizes, DraftSizes
 from rollout.plugin import device
 from rollout.plugin.options import strict_kernels
 from rollout.plugin.shape import EngineError, ModelShape, check_engine
@@ -148,6 +150,32 @@ def test_the_limits_are_those_of_the_kernels() -> None:
                         triton_decode._check(kv, head_dim, rel, group, 8, batch)
 
 
+TINY_DRAFT = DraftShape.from_config(tiny_config())
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"head_dim": 256}, r"the draft's head_dim must be one of 16, 32, 64, 128 on a GPU; got 256\. Draft on a CPU"),
+    ({"num_heads": 20, "block_size": 7}, "num_key_value_heads x block_size must be 64 or less on a GPU; got 70"),
+    ({"rank": 512}, "the draft's markov_rank must be 256 or less on a GPU; got 512"),
+])  # fmt: skip
+def test_a_draft_that_the_kernels_of_a_gpu_do_not_cover_is_refused(
+    monkeypatch: pytest.MonkeyPatch, changes: dict[str, Any], message: str
+) -> None:
+    shape = replace(TINY_DRAFT, **changes)
+    device.check_draft(shape)  # a CPU
+    on(monkeypatch, (9, 0))
+    device.check_draft(TINY_DRAFT)
+    with pytest.raises(EngineError, match=message):
+        device.check_draft(shape)
+
+
+def test_the_limits_of_a_draft_are_those_of_the_kernels() -> None:
+    triton_draft = pytest.importorskip("rollout.kernels.triton_draft")
+    triton_draft_head = pytest.importorskip("rollout.kernels.triton_draft_head")
+    assert device.HEAD_DIMS == triton_draft.HEAD_DIMS
+    assert (device.MAX_DRAFT_ROWS, device.MAX_DRAFT_RANK) == (triton_draft.MAX_ROWS, triton_draft_head.MOST_RANK)
+
+
 def test_nothing_is_refused_on_a_cpu() -> None:
     check_engine(settings(head_dim=256, d_rel=48, drafted=8))
 
@@ -168,9 +196,14 @@ def test_kernels_are_tried_with_the_sizes_of_the_model(
     shape = ModelShape.from_config(config.model_config.hf_text_config, formats)
     real = VllmConfig()
     with set_current_vllm_config(real):
-        plan = CachePlan.create(shape, config, "model")
+        plan = CachePlan.create(shape, config, "model", TINY_DRAFT)
     config.compilation_config = real.compilation_config
-    sizes = device.kernel_sizes(config, shape)
+    assert device.kernel_sizes(config, shape).draft is None
+    sizes = device.kernel_sizes(config, shape, TINY_DRAFT)
+    assert sizes.draft == DraftSizes(
+        num_heads=12, num_kv_heads=2, head_dim=16, page=plan.draft[0].owner.spec.block_size, block_rows=7, rank=16,
+        vocab=512, norm_eps=1e-6,
+    )  # fmt: skip
     assert (sizes.dtype, sizes.state_dtype, sizes.hidden, sizes.experts) == (dtype, state, 128, shape.num_experts)
     # Those of a float32 model are dense.
     assert sizes.expert_formats == (("mxfp8", "nvfp4") if dtype is torch.bfloat16 else ()) and sizes.max_tokens == 2048
