@@ -91,15 +91,14 @@ def kill_after(step: int, run: Path, *arguments: str) -> None:
     training.assert_nothing_is_left()
 
 
-def test_a_run_killed_before_and_after_a_refresh_equals_one_left_alone(recipe_file: Path, alone: Path) -> None:
-    """After step 1 completions wait for the refresh; after step 4 draft 3 has just been published."""
+def test_a_killed_run_equals_one_left_alone(recipe_file: Path, alone: Path) -> None:
+    """After step 3 draft 2 serves and completions wait for the refresh after step 4."""
     hit = alone.with_name("hit")
-    kill_after(1, hit, str(recipe_file), "-s", "logging.run_name=hit")
-    kill_after(4, hit, "--resume", str(hit))
+    kill_after(3, hit, str(recipe_file), "-s", "logging.run_name=hit")
     training = Training("--resume", str(hit))
     console = training.read()
     assert training.process.returncode == 0, console
-    assert "continuing after step 4" in console
+    assert "continuing after step 3" in console
     assert without_seconds(rows(hit)) == without_seconds(rows(alone))
     last = [run / "checkpoints" / f"step-{NUM_STEPS}" for run in (alone, hit)]
     for name in ("run.json", "adapter/adapter_model.safetensors", "draft_completions.jsonl", "draft_training.pt"):
