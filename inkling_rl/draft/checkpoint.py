@@ -85,14 +85,31 @@ class DraftCheckpoint:
         """The draft's own names and the tensors as stored, one by one, in memory of their own.
 
         Raises:
-            CheckpointError: a tensor is not the one that `draft.json` speaks of.
+            CheckpointError: a tensor is not the one that `draft.json` speaks of, or holds NaN or infinity.
         """
         for name in self.source.shards:
             if name.startswith(self.prefix):
                 own, tensor = name.removeprefix(self.prefix), self.source.tensor(name)
                 if self.manifest is not None:
                     self.manifest.check(own, tensor)
+                check_finite(self.source.path, own, tensor)
                 yield own, tensor
+
+
+def check_finite(path: Path, name: str, tensor: torch.Tensor) -> None:
+    """Refuse a tensor of the draft in `path` with NaN or infinity in it.
+
+    From logits that are NaN a GPU's sampler draws token 0 every time: such a draft costs time and says nothing.
+
+    Raises:
+        CheckpointError: with the number of such values.
+    """
+    num_bad = tensor.numel() - int(tensor.isfinite().sum())
+    if num_bad:
+        raise CheckpointError(
+            f"{path}: {name} of the draft must hold finite numbers; got {num_bad} of {tensor.numel()} that are NaN or "
+            "infinite. Take a draft from before, or train it again with a lower learning rate"
+        )
 
 
 def check_target(shape: DraftShape, target: Mapping[str, Any], path: Path) -> None:

@@ -7,6 +7,7 @@ draft without it is one that nobody trained here: version 0. torch is imported w
 from __future__ import annotations
 
 import hashlib
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -72,8 +73,8 @@ class Manifest:
         content = read_json(path)
         parent, tensors = content.get("parent_version"), content.get("tensors")
         _require(path, "layout", content.get("layout") == LAYOUT, LAYOUT, content.get("layout"))
-        _require(path, "version", _is_version(content.get("version")), "a whole number", content.get("version"))
-        _require(path, "parent_version", parent is None or _is_version(parent), "a whole number or null", parent)
+        _require(path, "version", _is_count(content.get("version")), "a whole number", content.get("version"))
+        _require(path, "parent_version", parent is None or _is_count(parent), "a whole number or null", parent)
         base_model = content.get("base_model")
         _require(path, "base_model", isinstance(base_model, str), "a fingerprint", base_model)
         _require(path, "tensors", isinstance(tensors, dict), "a table of tensors", type(tensors).__name__)
@@ -123,15 +124,21 @@ def digest(checksums: Mapping[str, str]) -> str:
     return hashlib.sha256(lines.encode()).hexdigest()
 
 
-def _is_version(value: object) -> bool:
+def _is_count(value: object) -> bool:
     return type(value) is int and value >= 0
 
 
 def _entry(path: Path, name: str, entry: object) -> TensorEntry:
-    keys = {"shape", "dtype", "sha256"}
-    _require(path, f"tensors.{name}", isinstance(entry, dict) and entry.keys() >= keys, "shape, dtype, sha256", entry)
+    key, keys = f"tensors.{name}", {"shape", "dtype", "sha256"}
+    _require(path, key, isinstance(entry, dict) and entry.keys() >= keys, "shape, dtype, sha256", entry)
     assert isinstance(entry, dict)
-    return TensorEntry(*(entry[key] for key in ("shape", "dtype", "sha256")))
+    shape, dtype, sha256 = (entry[name] for name in ("shape", "dtype", "sha256"))
+    is_shape = isinstance(shape, list) and all(map(_is_count, shape))
+    _require(path, f"{key}.shape", is_shape, "a list of whole numbers", shape)
+    _require(path, f"{key}.dtype", isinstance(dtype, str), "the name of a dtype", dtype)
+    is_digest = isinstance(sha256, str) and re.fullmatch("[0-9a-f]{64}", sha256) is not None
+    _require(path, f"{key}.sha256", is_digest, "64 lower-case hexadecimal digits", sha256)
+    return TensorEntry(shape, dtype, sha256)
 
 
 def _require(path: Path, key: str, holds: bool, requirement: str, value: object) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.reader import Checkpoint
@@ -16,7 +17,7 @@ from inkling_rl.checkpoint.tiny import write_tiny
 from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.draft.manifest import MANIFEST_FILE, Manifest, TensorEntry, checksum
 from inkling_rl.draft.shape import standalone_config
-from trainer.draft.files import manifest, write_draft
+from trainer.draft.files import manifest, write_bundled, write_draft
 
 
 @pytest.fixture(scope="module")
@@ -36,6 +37,11 @@ def draft(target: Path, tmp_path: Path) -> Path:
 def change(draft: Path, **fields: Any) -> None:
     path = draft / MANIFEST_FILE
     path.write_text(json.dumps(json.loads(path.read_text()) | fields))
+
+
+def entry(**fields: Any) -> dict[str, Any]:
+    """A manifest of one tensor, with these fields in place of right ones."""
+    return {"tensors": {"norm.weight": {"shape": [128], "dtype": "bfloat16", "sha256": "0" * 64} | fields}}
 
 
 def test_a_checksum_is_that_of_the_elements_in_order() -> None:
@@ -84,6 +90,15 @@ def test_the_digest_is_that_of_the_tensors_alone(draft: Path) -> None:
         ({"base_model": 1}, "base_model must be a fingerprint; got 1"),
         ({"tensors": []}, "tensors must be a table of tensors; got 'list'"),
         ({"tensors": {"norm.weight": {"shape": [1]}}}, "tensors.norm.weight must be shape, dtype, sha256"),
+        (entry(shape=5), "tensors.norm.weight.shape must be a list of whole numbers; got 5"),
+        (entry(shape=["128"]), r"tensors.norm.weight.shape must be a list of whole numbers; got \['128'\]"),
+        (entry(shape=[-1]), r"tensors.norm.weight.shape must be a list of whole numbers; got \[-1\]"),
+        (entry(shape=[True]), r"tensors.norm.weight.shape must be a list of whole numbers; got \[True\]"),
+        (entry(dtype=16), "tensors.norm.weight.dtype must be the name of a dtype; got 16"),
+        (entry(sha256=7), "tensors.norm.weight.sha256 must be 64 lower-case hexadecimal digits; got 7"),
+        (entry(sha256="g" * 64), "tensors.norm.weight.sha256 must be 64 lower-case hexadecimal digits; got 'ggg"),
+        (entry(sha256="0" * 63), "tensors.norm.weight.sha256 must be 64 lower-case hexadecimal digits; got '000"),
+        (entry(sha256="0" * 64 + "\n"), "tensors.norm.weight.sha256 must be 64 lower-case hexadecimal digits"),
     ],
 )
 def test_a_manifest_that_is_not_whole_is_refused(draft: Path, fields: dict[str, Any], message: str) -> None:
@@ -116,3 +131,32 @@ def test_a_flipped_bit_is_found_when_the_tensor_is_read(target: Path, draft: Pat
     opened = DraftCheckpoint.open(draft, config)
     with pytest.raises(CheckpointError, match=r"must have the SHA-256 of draft.json, [0-9a-f]{64}; got [0-9a-f]{64}"):
         dict(opened.tensors())
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf")])
+def test_a_draft_that_is_not_finite_is_neither_written_nor_read(target: Path, tmp_path: Path, value: float) -> None:
+    """Its checksums are right: they say nothing about what the numbers are."""
+    source = Checkpoint.open(target)
+    opened = DraftCheckpoint.open(target, source.config)
+    weights = dict(opened.tensors())
+    weights["markov_head.markov_w2.weight"][3, :2] = value
+    contents = manifest(weights, source, version=1, parent_version=0, facts={})
+    message = r"markov_head.markov_w2.weight of the draft must hold finite numbers; got 2 of 8192 that are NaN or inf"
+    path = tmp_path / "draft"
+    for write in (
+        lambda: write_draft(path, source.config, weights, contents),
+        lambda: write_bundled(path, source, source.config, weights, contents),
+    ):
+        with pytest.raises(CheckpointError, match=message):
+            write()
+        assert list(tmp_path.iterdir()) == []
+    path.mkdir()
+    save_file(weights, path / "model.safetensors")
+    (path / "config.json").write_text(json.dumps(standalone_config(source.config)))
+    for has_manifest in (False, True):
+        if has_manifest:
+            (path / MANIFEST_FILE).write_text(json.dumps(contents))
+        draft = DraftCheckpoint.open(path, source.config)
+        assert (draft.manifest is not None) == has_manifest
+        with pytest.raises(CheckpointError, match=f"{path}: {message}"):
+            dict(draft.tensors())

@@ -20,6 +20,7 @@ from inkling_rl.checkpoint.layout import TensorSpec
 from inkling_rl.checkpoint.reader import INDEX_FILE, Checkpoint
 from inkling_rl.checkpoint.shards import ShardWriter, plan_shards, to_json
 from inkling_rl.checkpoint.tensor_file import num_bytes
+from inkling_rl.draft.checkpoint import check_finite
 from inkling_rl.draft.manifest import LAYOUT, MANIFEST_FILE, TensorEntry
 from inkling_rl.draft.shape import PREFIX, as_release, standalone_config
 from lora.base import fingerprint
@@ -72,8 +73,10 @@ def write_draft(
         contents: of `draft.json`.
 
     Raises:
-        CheckpointError: the directory is in use, the disk is full, or the weights are not those of `config`.
+        CheckpointError: the directory is in use, the disk is full, the weights are not those of `config`, or one of
+            them holds NaN or infinity.
     """
+    _check_finite(path, weights)
     release = as_release(config)
     dtype = str(release.get("dtype") or "bfloat16")
     specs = {n.removeprefix(PREFIX): TensorSpec(shape, dtype) for n, shape in layout.draft_shapes(release).items()}
@@ -104,6 +107,7 @@ def write_bundled(
     Raises:
         CheckpointError: as in `write_draft`.
     """
+    _check_finite(path, weights)
     draft_keys = {key: value for key, value in as_release(config).items() if key.startswith("dspark_")}
     kept = {key: value for key, value in source.config.items() if not key.startswith("dspark_")}
     bundled = kept | draft_keys
@@ -125,3 +129,8 @@ def write_bundled(
             if file.is_file() and file.name not in written:
                 shutil.copyfile(file, partial / file.name)
     return path
+
+
+def _check_finite(path: Path, weights: Mapping[str, torch.Tensor]) -> None:
+    for name, value in weights.items():
+        check_finite(path, name, value)
