@@ -132,11 +132,7 @@ def draft_arguments(recipe: Recipe, model: str, device: Device, path: Path | Non
     """
     draft = recipe.rollout.draft
     assert draft is not None
-    if recipe.rollout.tensor_parallel_size > 1:
-        raise EngineArgumentError(
-            "rollout.tensor_parallel_size must be 1 where rollout.draft is given; got "
-            f"{recipe.rollout.tensor_parallel_size}. Leave one of them out"
-        )
+    _check_drafting(recipe, draft.num_tokens, device)
     target = read_json(resolve(model) / "config.json")
     opened = DraftCheckpoint.open(path or draft.path or model, target)
     opened.check_tokens(draft.num_tokens)
@@ -148,6 +144,29 @@ def draft_arguments(recipe: Recipe, model: str, device: Device, path: Path | Non
         # vLLM drops the last cached block of a prompt for drafts that need a token of it again; ours does not.
         "disable_eagle_block_drop": True,
     }
+
+
+def _check_drafting(recipe: Recipe, num_tokens: int, device: Device) -> None:
+    """Refuse what `rollout.plugin.draft_config` would refuse when the engine starts."""
+    rollout = recipe.rollout
+    if rollout.tensor_parallel_size > 1:
+        raise EngineArgumentError(
+            "rollout.tensor_parallel_size must be 1 where rollout.draft is given; got "
+            f"{rollout.tensor_parallel_size}. Leave one of them out"
+        )
+    for key, value in rollout.vllm_args.items():
+        # As text: the command line would take "2", too.
+        if key.replace("-", "_") == "data_parallel_size" and str(value) != "1":
+            raise EngineArgumentError(
+                f"rollout.vllm_args.{key} must be 1 where rollout.draft is given: a draft is replaced in the first "
+                f"engine alone; got {value}. Set rollout.num_engines instead"
+            )
+    rows, room = rollout.max_num_seqs * num_tokens, rollout.max_num_batched_tokens
+    if device == "cuda" and room < rows:
+        raise EngineArgumentError(
+            "rollout.max_num_batched_tokens must be at least rollout.max_num_seqs x rollout.draft.num_tokens = "
+            f"{rollout.max_num_seqs} x {num_tokens} = {rows} on a GPU; got {room}. Raise it, or lower one of the two"
+        )
 
 
 def draft_method(device: Device) -> str:

@@ -122,6 +122,16 @@ def _check(vllm_config: Any) -> None:
     schedule = speculative.num_speculative_tokens_per_batch_size
     _require("num_speculative_tokens_per_batch_size", schedule is None, "left unset", schedule, "Leave it out")
     _require("kv_transfer_config", vllm_config.kv_transfer_config is None, "left unset", "one", "Leave it out")
+    ranks = vllm_config.parallel_config.data_parallel_size
+    # The routes that replace a draft reach the workers of the first.
+    _require("data_parallel_size", ranks == 1, "1", ranks, "Start several engines (rollout.num_engines)")
+    if not current_platform.is_cpu():
+        # vLLM's speculator lays the rows of a whole batch's drafts into buffers of max_num_batched_tokens, and its
+        # measuring run has as many requests as may run.
+        room, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * speculative.num_speculative_tokens
+        least = f"at least max_num_seqs x num_speculative_tokens = {rows}"
+        remedy = "Raise it (rollout.max_num_batched_tokens), or lower max_num_seqs (rollout.max_num_seqs)"
+        _require("max_num_batched_tokens", room >= rows, least, room, remedy)
 
 
 def _require(name: str, holds: bool, requirement: str, value: object, remedy: str) -> None:

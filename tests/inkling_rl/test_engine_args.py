@@ -105,6 +105,31 @@ def test_a_draft_is_all_that_a_recipe_says(tmp_path: Path) -> None:
         engine_arguments(recipe(draft={}, tensor_parallel_size=2), model=path, device="cpu")
 
 
+def test_several_engines_in_one_are_refused_where_a_draft_is_used(tmp_path: Path) -> None:
+    path, draft = str(write_tiny(tmp_path / "tiny")), {"num_tokens": 7}
+    for key, size in (("data_parallel_size", 2), ("data-parallel-size", "2")):
+        message = rf"rollout.vllm_args.{key} must be 1 where rollout.draft is given.*; got 2. Set rollout.num_engines"
+        with pytest.raises(EngineArgumentError, match=message):
+            engine_arguments(recipe(draft=draft, vllm_args={key: size}), model=path, device="cpu")
+        assert engine_arguments(recipe(vllm_args={key: size}), model=path, device="cpu")["data_parallel_size"] == size
+        one = recipe(draft=draft, vllm_args={key: type(size)(1)})
+        assert "speculative_config" in engine_arguments(one, model=path, device="cpu")
+
+
+def test_a_gpu_has_room_for_the_drafts_of_all_requests_in_a_step(tmp_path: Path) -> None:
+    path, draft = str(write_tiny(tmp_path / "tiny")), {"num_tokens": 7}
+    tight = recipe(draft=draft, max_num_seqs=100, max_num_batched_tokens=699)
+    message = (
+        r"rollout.max_num_batched_tokens must be at least rollout.max_num_seqs x rollout.draft.num_tokens = "
+        r"100 x 7 = 700 on a GPU; got 699\. Raise it"
+    )
+    with pytest.raises(EngineArgumentError, match=message):
+        engine_arguments(tight, model=path, device="cuda")
+    assert "speculative_config" in engine_arguments(tight, model=path, device="cpu")
+    enough = recipe(draft=draft, max_num_seqs=100, max_num_batched_tokens=700)
+    assert "speculative_config" in engine_arguments(enough, model=path, device="cuda")
+
+
 def test_a_served_rank_is_the_next_that_the_engine_knows() -> None:
     assert serving_arguments("m", max_lora_rank=20, device="cpu")["max_lora_rank"] == 32
 
