@@ -10,9 +10,11 @@ from __future__ import annotations
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, field_validator, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from inkling_rl.recipe import hatches
+from inkling_rl.recipe.draft import Draft
+from inkling_rl.recipe.section import Section
 
 Dtype = Literal["float32", "bfloat16"]
 LoraTarget = Literal["q", "k", "v", "r", "gate", "o"]
@@ -20,12 +22,6 @@ LoraTarget = Literal["q", "k", "v", "r", "gate", "o"]
 
 class RecipeError(ValueError):
     """A recipe that cannot be used. The message is complete: dotted path, requirement, value, what to do."""
-
-
-class Section(BaseModel):
-    """A part of the recipe: no unknown keys, no silent coercion of strings, immutable once read."""
-
-    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, use_attribute_docstrings=True)
 
 
 class Model(Section):
@@ -60,40 +56,11 @@ class Environment(Section):
     name: str
     """Registered environment (`arithmetic`, `gsm8k`) or `package.module:Class`, a skyrl_gym text environment."""
 
-    args: dict[str, Any] = {}
+    args: dict[str, Any] = Field(default_factory=dict)
     """Passed to the environment unchanged."""
 
     max_turns: Annotated[int, Field(gt=0)] = 1
     """Turns of one episode at the most."""
-
-
-class Refresh(Section):
-    interval: Annotated[int, Field(gt=0)]
-    """Steps between refreshes: the draft is trained on the completions since the last one, and published."""
-
-    learning_rate: Annotated[float, Field(gt=0.0, lt=1.0)] = 1e-3
-    """Peak learning rate of a refresh; it falls to nearly zero at its end."""
-
-    num_epochs: Annotated[float, Field(gt=0.0)] = 1.0
-    """Times that a refresh sees each of its completions; below 1 it sees a part of them."""
-
-    batch_size: Annotated[int, Field(gt=0)] = 32
-    """Completions per optimiser step of a refresh."""
-
-
-class Draft(Section):
-    num_tokens: Annotated[int, Field(gt=0)] = 7
-    """Tokens drafted per step; no more than the block that the draft was trained for."""
-
-    sampling: Literal["probabilistic", "greedy"] = "probabilistic"
-    """How drafts are drawn. probabilistic: at the request's temperature, and accepted by the ratio of probabilities.
-    greedy: the likeliest token, accepted with its probability. Either way the output is distributed as without."""
-
-    path: str | None = None
-    """Directory of a draft of its own; the one inside `model.path` unless given."""
-
-    refresh: Refresh | None = None
-    """Train the draft on the rollouts as the policy moves, and publish it. Without it the draft stays as it is."""
 
 
 class Rollout(Section):
@@ -149,7 +116,7 @@ class Rollout(Section):
     request_timeout: Annotated[float, Field(gt=0)] = 600.0
     """Seconds without an answer from the engine after which the run stops and names the engine as hung."""
 
-    vllm_args: dict[str, Any] = {}
+    vllm_args: dict[str, Any] = Field(default_factory=dict)
     """Further vLLM engine arguments, merged last. A key that a recipe field already sets is an error."""
 
 
@@ -205,10 +172,10 @@ class Trainer(Section):
     eval_batch_size: Annotated[int, Field(gt=0)] = 256
     """Held-out prompts sent to the engine at once."""
 
-    skyrl_args: dict[str, Any] = {}
+    skyrl_args: dict[str, Any] = Field(default_factory=dict)
     """Further SkyRL settings by dotted key, merged last. A key that a recipe field already sets is an error."""
 
-    deepspeed_args: dict[str, Any] = {}
+    deepspeed_args: dict[str, Any] = Field(default_factory=dict)
     """Further DeepSpeed settings by dotted key, merged last. A key that a recipe field already sets is an error."""
 
     @field_validator("skyrl_args", "deepspeed_args")

@@ -32,9 +32,10 @@ def test_the_gpu_recipe_does_not_run_on_fallbacks() -> None:
 
 
 def test_few_fields_and_every_one_is_documented() -> None:
-    leaves = [path for path in fields() if "." in path]
+    paths = [path for path in fields() if "." in path]
+    leaves = [path for path in paths if not any(other.startswith(f"{path}.") for other in paths)]
     assert len(leaves) < 80
-    for path in leaves:
+    for path in paths:
         assert _documentation(path), path
         assert _documentation(path) != _documentation(path.rpartition(".")[0]), path
 

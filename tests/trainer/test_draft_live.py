@@ -14,6 +14,7 @@ from tests.trainer.conftest import Recipes
 from tests.trainer.test_worker import adapter, trained
 from tests.trainer.workers import build_worker
 from trainer.draft.completions import Completion
+from trainer.draft.live import LiveDraft
 from trainer.draft.loop import Masters, Plan, Training
 from trainer.draft.measure import measure
 from trainer.draft.model import BlockDraft
@@ -151,6 +152,30 @@ def test_a_restored_draft_goes_on_bit_by_bit(worker: Any, completions: list[Comp
     assert differs(masters(worker), weights)
 
 
+def test_the_recipe_bounds_anchors_and_micro_batches(
+    recipes: Recipes, worker: Any, completions: list[Completion], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = {"max_anchors": 3, "micro_batch_size": 2}
+    recipe = recipes(rollout={"draft": {"num_tokens": 3, "refresh": REFRESH | limits}})
+    live = worker.live_draft
+    worker.live_draft = LiveDraft(recipe, Path(recipe.model.path), live.policy, live.device, live.share)
+    seen: list[tuple[int, ...]] = []
+    rows = BlockDraft.rows
+
+    def watched(draft: BlockDraft, outputs: torch.Tensor, embedded: torch.Tensor, *others: torch.Tensor) -> Any:
+        seen.append(tuple(embedded.shape[:2]))
+        return rows(draft, outputs, embedded, *others)
+
+    monkeypatch.setattr(BlockDraft, "rows", watched)
+    refresh(worker, completions, step=1)
+    worker.draft("worth", completions)
+    trained_on, measured = seen[:8], seen[8:]
+    assert trained_on == [(2, 3)] * 8
+    assert [shape[0] for shape in measured] == [2] * 4
+    assert live.micro_batch_size == live.recipe.trainer.micro_batch_size_per_gpu
+    assert live.settings.max_anchors == 512
+
+
 def test_every_step_of_a_run_has_a_seed_of_its_own(worker: Any, completions: list[Completion]) -> None:
     first, again, other = ([r.loss for r in refresh(anew(worker), completions, step)] for step in (1, 1, 2))
     assert first == again != other
@@ -173,4 +198,4 @@ def test_what_is_written_is_the_masters_as_stored_and_says_where_it_is_from(
     # Worth is that of these, not of the masters.
     draft = BlockDraft(opened.shape, {name: value.float() for name, value in tensors.items()})
     target = Target(worker.model.module.get_base_model(), opened.shape.target_layers)
-    assert worth == measure(draft, target, completions, num_tokens=3)
+    assert worth == measure(draft, target, completions, num_tokens=3, batch_size=worker.live_draft.micro_batch_size)

@@ -11,6 +11,7 @@ import torch
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.draft.reference import ReferenceDraft
+from trainer.draft import losses, teacher_forcing
 from trainer.draft.completions import Completion, Sampling, load_completions
 from trainer.draft.measure import expected_visits, measure
 from trainer.draft.model import BlockDraft
@@ -122,6 +123,33 @@ def test_the_shipped_draft_is_worth_what_a_simulation_says() -> None:
     assert steps > 50 and error < 0.4
     assert abs(computed - simulated) < 4 * error
     assert computed > 3.0
+
+
+@pytest.mark.parametrize("temperature", [1.0, 0.7])
+def test_pieces_of_rows_and_parts_of_blocks_change_nothing(monkeypatch: pytest.MonkeyPatch, temperature: float) -> None:
+    target, opened, completions = load(8)
+    draft = BlockDraft(opened.shape, {name: value.float() for name, value in opened.tensors()})
+    rows: list[int] = []
+    head = target.logits
+
+    def counted(hidden: torch.Tensor) -> torch.Tensor:
+        rows.append(len(hidden))
+        return head(hidden)
+
+    monkeypatch.setattr(target, "logits", counted)
+    whole = measure(draft, target, completions, num_tokens=7, temperature=temperature)
+    num_rows = sum(rows)
+    assert len(rows) == 2  # of draft and target
+    rows.clear()
+    monkeypatch.setattr(losses, "MAX_LOGITS", 3 * 512)
+    longest = max(len(c.prompt) + len(c.tokens) for c in completions)
+    monkeypatch.setattr(teacher_forcing, "MAX_SCORES", 10 * opened.shape.num_heads * 7 * (longest + 7))
+    cut = measure(draft, target, completions, num_tokens=7, temperature=temperature)
+    assert sum(rows) == num_rows and max(rows) == 3
+    assert cut.tokens_per_step == pytest.approx(whole.tokens_per_step, rel=1e-6)
+    assert cut.acceptance == pytest.approx(whole.acceptance, rel=1e-5)
+    assert cut.confidence_error == pytest.approx(whole.confidence_error, rel=1e-4)
+    assert (cut.num_steps, cut.num_completions) == (pytest.approx(whole.num_steps, rel=1e-6), 8)
 
 
 @pytest.mark.slow

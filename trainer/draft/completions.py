@@ -64,6 +64,16 @@ class Blocks(NamedTuple):
     def to(self, device: torch.device) -> Blocks:
         return Blocks(*(value.to(device) for value in self))
 
+    def padded(self, num_sequences: int, num_tokens: int, num_anchors: int) -> Blocks:
+        """As many or more of each. What is added has weight 0 and is otherwise like the last sequence's or anchor's."""
+        rows = torch.arange(num_sequences).clamp(max=len(self.tokens) - 1)
+        places = torch.arange(num_anchors).clamp(max=self.anchors.shape[1] - 1)
+        tokens_NT = torch.nn.functional.pad(self.tokens, (0, num_tokens - self.tokens.shape[1]))[rows]
+        padded = Blocks(tokens_NT, *(value[rows][:, places] for value in self[1:]))
+        padded.weights[len(self.tokens) :] = 0
+        padded.weights[:, self.anchors.shape[1] :] = 0
+        return padded
+
 
 def make_blocks(
     completions: Sequence[Completion], anchors: Sequence[Sequence[int]], mask_token: int, decay_B: torch.Tensor

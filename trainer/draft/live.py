@@ -51,6 +51,7 @@ class LiveDraft:
         assert draft is not None and draft.refresh is not None
         self.recipe, self.policy, self.device, self.share = recipe, policy, device, share
         self.num_tokens, self.settings = draft.num_tokens, draft.refresh
+        self.micro_batch_size = draft.refresh.micro_batch_size or recipe.trainer.micro_batch_size_per_gpu
         self.checkpoint = Checkpoint.open(recipe.model.path)
         opened = DraftCheckpoint.open(path, self.checkpoint.config)
         self.config = dict(opened.source.config)
@@ -69,14 +70,14 @@ class LiveDraft:
         Returns:
             How many times to `advance`.
         """
-        trainer = self.recipe.trainer
         plan = Plan(
             num_epochs=self.settings.num_epochs,
             batch_size=self.settings.batch_size,
-            micro_batch_size=trainer.micro_batch_size_per_gpu,
+            micro_batch_size=self.micro_batch_size,
             learning_rate=self.settings.learning_rate,
+            max_anchors=self.settings.max_anchors,
             # As far apart as seeds of runs may be: two runs' refreshes share no anchors.
-            seed=trainer.seed * 1_000_003 + step,
+            seed=self.recipe.trainer.seed * 1_000_003 + step,
         )
         self.step = step
         self.training = Training(self.masters, self._target(), completions, plan, self.share)
@@ -92,8 +93,15 @@ class LiveDraft:
         stored = files.stored(self.masters.draft.weights, self.config)
         weights = {name: value.to(self.device, torch.float32) for name, value in stored.items()}
         draft = BlockDraft(self.masters.draft.shape, weights)
-        temperature = self.recipe.rollout.temperature
-        return measure(draft, self._target(), completions, num_tokens=self.num_tokens, temperature=temperature)
+        # Every rank measures all of them: under ZeRO-3 all must run the target equally often.
+        return measure(
+            draft,
+            self._target(),
+            completions,
+            num_tokens=self.num_tokens,
+            temperature=self.recipe.rollout.temperature,
+            batch_size=self.micro_batch_size,
+        )
 
     def write(self, directory: str, worth: Worth) -> None:
         """Ends the refresh: the draft has its next version, which the first rank writes to `directory`.

@@ -24,7 +24,7 @@ from trainer.draft.completions import Blocks, Completion, make_blocks, sample_an
 from trainer.draft.losses import Coefficients, decay, score
 from trainer.draft.model import BlockDraft
 from trainer.draft.target import Target
-from trainer.draft.teacher_forcing import forward
+from trainer.draft.teacher_forcing import passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -82,13 +82,21 @@ class Share:
     world_size: int = 1
 
     def of(self, batches: Sequence[Blocks]) -> list[Blocks]:
-        """This rank's micro-batches, as many as every other rank's: one without weight where there are too few.
+        """This rank's micro-batches, one of every round: as many as every other rank's, and of the same shapes.
 
-        The target's weights may be spread over ranks, so that all of them must run it equally often.
+        The target's weights may be spread over ranks, so that all of them must run its modules equally often: how
+        often the head is run follows from a batch's shape. Where a round has too few, a rank gets one without weight.
+        A rank that waits for the largest batch of a round loses nothing when its own is as large.
         """
-        rounds = range(0, len(batches), self.world_size)
+        if self.world_size == 1:
+            return list(batches)
         blank = batches[-1]._replace(weights=torch.zeros_like(batches[-1].weights))
-        return [batches[at] if (at := first + self.rank) < len(batches) else blank for first in rounds]
+        mine = []
+        for round_of in batched(batches, self.world_size):
+            own = round_of[self.rank] if self.rank < len(round_of) else blank
+            sizes = [(*blocks.tokens.shape, blocks.anchors.shape[1]) for blocks in round_of]
+            mine.append(own.padded(*map(max, zip(*sizes, strict=True))))
+        return mine
 
     def add_up(self, tensors: Iterable[torch.Tensor]) -> None:
         """Sums over ranks, in place."""
@@ -180,14 +188,14 @@ class Training:
         sums = torch.zeros(4)
         accepted_B = torch.zeros(shape.block_size)
         for blocks in self.share.of(batches):
-            scored = forward(self.draft, self.target, blocks.to(self.target.device))
-            losses = score(
-                scored, self.target.logits, self.draft.weights["markov_head.markov_w2.weight"], shape.block_size
-            )
-            loss = plan.coefficients.total(losses) / total
-            loss.backward()
-            sums += torch.stack([loss * total, *losses[:3]]).detach().float().cpu()
-            accepted_B += losses.acceptance.float().cpu()
+            for _, scored in passes(self.draft, self.target, blocks.to(self.target.device)):
+                losses = score(
+                    scored, self.target.logits, self.draft.weights["markov_head.markov_w2.weight"], shape.block_size
+                )
+                loss = plan.coefficients.total(losses) / total
+                loss.backward()
+                sums += torch.stack([loss * total, *losses[:3]]).detach().float().cpu()
+                accepted_B += losses.acceptance.float().cpu()
         gradients = [value.grad for value in self.draft.weights.values() if value.grad is not None]
         self.share.add_up([*gradients, sums, accepted_B])
         grad_norm = self.masters.step(plan.rate(self.step, self.num_steps), plan.max_grad_norm)

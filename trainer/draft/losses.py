@@ -17,7 +17,7 @@ Letters: M rows, H hidden, R rank, V vocabulary (unpadded).
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import NamedTuple
 
 import torch
@@ -89,17 +89,25 @@ def score(
         markov_w2_VR: the padded vocabulary's rows may follow; they are never sampled.
         block_size: B.
     """
-    size = max(1, MAX_LOGITS // len(markov_w2_VR) // block_size) * block_size
-    starts = range(0, len(rows.labels), size)
-    pieces = [[None if value is None else value[first : first + size] for value in rows] for first in starts]
+    parts = list(pieces(rows, len(markov_w2_VR), multiple=block_size))
 
     def run(*piece: torch.Tensor | None) -> Losses:
         return _score(Scored(*piece), target_logits, markov_w2_VR, block_size)  # type: ignore[arg-type]
 
-    if len(pieces) == 1:
-        return run(*pieces[0])
-    parts = [checkpoint(run, *piece, use_reentrant=False) for piece in pieces]
-    return Losses(*(torch.stack(terms).sum(0) for terms in zip(*parts, strict=True)))
+    if len(parts) == 1:
+        return run(*parts[0])
+    summed = [checkpoint(run, *part, use_reentrant=False) for part in parts]
+    return Losses(*(torch.stack(terms).sum(0) for terms in zip(*summed, strict=True)))
+
+
+def pieces(rows: Scored, vocabulary: int, multiple: int = 1) -> Iterator[Scored]:
+    """The rows in their order, so many at a time that one distribution over `vocabulary` has `MAX_LOGITS` at most.
+
+    How many pieces there are follows from the number of rows alone. A piece has a multiple of `multiple` rows.
+    """
+    size = max(1, MAX_LOGITS // vocabulary // multiple) * multiple
+    for first in range(0, len(rows.labels), size):
+        yield Scored(*(None if value is None else value[first : first + size] for value in rows))  # type: ignore[arg-type]
 
 
 def distributions(

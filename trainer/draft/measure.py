@@ -19,10 +19,10 @@ from itertools import batched
 import torch
 
 from trainer.draft.completions import Blocks, Completion, make_blocks
-from trainer.draft.losses import distributions
+from trainer.draft.losses import Scored, distributions, pieces
 from trainer.draft.model import BlockDraft
 from trainer.draft.target import Target
-from trainer.draft.teacher_forcing import forward
+from trainer.draft.teacher_forcing import passes
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -52,7 +52,7 @@ def measure(
     *,
     num_tokens: int,
     temperature: float = 1.0,
-    batch_size: int = 64,
+    batch_size: int = 16,
 ) -> Worth:
     """Measure a draft.
 
@@ -62,6 +62,8 @@ def measure(
         num_tokens: drafted per step, up to the block's size.
         temperature: of target and draft, above 0.
         batch_size: completions at a time.
+
+    Ranks that share the target must measure the same completions, all of them: then they run it equally often.
     """
     sums = torch.zeros(4, num_tokens, dtype=torch.float64)
     steps = tokens = 0.0
@@ -70,7 +72,7 @@ def measure(
         anchors = [range(len(c.prompt), len(c.prompt) + len(c.tokens) - 1) for c in batch]
         ones_B = torch.ones(draft.shape.block_size)
         blocks = make_blocks(batch, anchors, draft.shape.mask_token_id, ones_B).to(target.device)
-        kept_NAB, overlap_NAB, error_NAB = (x.double().cpu() for x in _compare(draft, target, blocks, temperature))
+        kept_NAB, overlap_NAB, error_NAB = _compare(draft, target, blocks, temperature)
         for row, completion in enumerate(batch):
             count = len(completion.tokens) - 1
             kept_AB = kept_NAB[row, :count, :num_tokens]
@@ -116,17 +118,27 @@ def expected_visits(kept_AB: torch.Tensor) -> torch.Tensor:
 def _compare(
     draft: BlockDraft, target: Target, blocks: Blocks, temperature: float
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """[N, A, B] each: min(1, q(x) / p(x)) of the real token, sum min(p, q), |confidence - that|."""
-    scored = forward(draft, target, blocks)
-    log_q_MV, log_p_MV = distributions(scored, target.logits, draft.weights["markov_head.markov_w2.weight"])
+    """[N, A, B] each, float64 on the CPU: min(1, q(x) / p(x)) of the real token, sum min(p, q), |confidence - that|."""
+    markov_w2_VR = draft.weights["markov_head.markov_w2.weight"]
+    found_3NAB = torch.zeros(3, *blocks.labels.shape, dtype=torch.float64)
+    for (sequences, anchors), scored in passes(draft, target, blocks):
+        compared = [_compare_rows(p, target, markov_w2_VR, temperature) for p in pieces(scored, len(markov_w2_VR))]
+        place_3NAB = found_3NAB[:, sequences, anchors]
+        place_3NAB[:] = torch.cat(compared, dim=1).view_as(place_3NAB)
+    kept_NAB, overlap_NAB, error_NAB = found_3NAB
+    return kept_NAB, overlap_NAB, error_NAB
+
+
+def _compare_rows(rows: Scored, target: Target, markov_w2_VR: torch.Tensor, temperature: float) -> torch.Tensor:
+    """[3, M], on the CPU: what `_compare` gives."""
+    log_q_MV, log_p_MV = distributions(rows, target.logits, markov_w2_VR)
     if temperature != 1.0:
         log_q_MV, log_p_MV = ((x / temperature).log_softmax(-1) for x in (log_q_MV, log_p_MV))
-    at_M1 = scored.labels[:, None]
+    at_M1 = rows.labels[:, None]
     kept_M = (log_q_MV.gather(-1, at_M1) - log_p_MV.gather(-1, at_M1))[:, 0].clamp(max=0).exp()
     overlap_M = torch.minimum(log_q_MV.exp(), log_p_MV.exp()).sum(-1)
-    if scored.confidence is None:
+    if rows.confidence is None:
         error_M = torch.zeros_like(overlap_M)
     else:
-        error_M = (scored.confidence.sigmoid() - overlap_M).abs()
-    shape = blocks.labels.shape
-    return kept_M.view(shape), overlap_M.view(shape), error_M.view(shape)
+        error_M = (rows.confidence.sigmoid() - overlap_M).abs()
+    return torch.stack([kept_M, overlap_M, error_M]).double().cpu()
