@@ -76,7 +76,10 @@ class DraftStatus:
     """Digest of the tensors that it computes with."""
 
     held: int | None
-    """Version that is held beside it: staged, or replaced by it."""
+    """Version that is held beside it: staged, replaced by it, or taken back."""
+
+    previous: int | None
+    """The same where it is the one that was replaced: what to forget the one that serves would go back to."""
 
     num_blocks: int
     """Drafted since it serves."""

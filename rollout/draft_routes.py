@@ -3,7 +3,7 @@
     POST /v1/draft/stage   {"directory", "version", "replaces"?}   read, check and hold it in every worker
     POST /v1/draft/switch  {"version"}                             it serves from the next step on
     POST /v1/draft/forget  {"version"}                             let it go; if it serves, go back to what it replaced
-    GET  /v1/draft                                                 what serves
+    GET  /v1/draft         ?verify=true                            what serves; with a look at all its weights
 
 Answers are those of `rollout.plugin.draft_versions`; a refusal has status 400 and its reason in the form of vLLM's
 errors. Nothing is switched unless every worker holds the same, and when one cannot switch the others switch back.
@@ -87,10 +87,10 @@ class DraftRoutes:
 
 
 @router.get("")
-async def status(request: Request) -> Answer:
+async def status(request: Request, verify: bool = False) -> Answer:
     """What serves."""
     async with _turn:
-        return _same(await _call(request, "draft_status"))
+        return _same(await _call(request, "draft_status", verify))
 
 
 @router.post("/stage")
@@ -123,10 +123,14 @@ async def forget(request: Request, draft: Version) -> Answer:
         # Not `_same`: this is what brings workers that differ together again.
         serving = [answer for answer in await _call(request, "draft_status") if answer.get("version") == draft.version]
         if serving:
-            before = serving[0]["held"]
+            before, held = serving[0]["previous"], serving[0]["held"]
             if before is None:
+                other = (
+                    "no other is held" if held is None else f"version {held}, which is held, is not what it replaced"
+                )
                 raise RefusedError(
-                    f"draft version {draft.version} must not serve to be forgotten; it does, and no other is held"
+                    f"draft version {draft.version} must not serve to be forgotten; it does, and {other}. Switch to "
+                    "another one first"
                 )
             async with _paused(request):
                 await _call(request, "switch_draft", before)

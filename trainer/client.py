@@ -159,9 +159,9 @@ class EngineClient(RemoteInferenceClient):
         )
         return reduce(DraftCounts.plus, (DraftCounts.parse(text.decode()) for text in texts))
 
-    async def draft_status(self, url: str) -> DraftStatus:
-        """Which draft an engine drafts with."""
-        return DraftStatus(**await self.request("GET", f"{url}/v1/draft"))
+    async def draft_status(self, url: str, verify: bool = False) -> DraftStatus:
+        """Which draft an engine drafts with; `verify` has it compute the digest from the weights in use once more."""
+        return DraftStatus(**await self.request("GET", f"{url}/v1/draft" + "?verify=true" * verify))
 
     async def stage_draft(self, url: str, directory: Path, version: int, replaces: int | None) -> tuple[str, str]:
         """Has an engine read and check a draft and hold it beside the one that serves.

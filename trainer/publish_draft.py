@@ -86,7 +86,8 @@ class DraftPublisher:
                 )
         await _each(urls, lambda url: client.switch_draft(url, version))
         await _each(urls, client.draft_once)
-        for url, (_, memory), status in zip(urls, staged, await _each(urls, client.draft_status), strict=True):
+        serving = await _each(urls, lambda url: client.draft_status(url, verify=True))
+        for url, (_, memory), status in zip(urls, staged, serving, strict=True):
             if (status.version, status.memory) != (version, memory) or not status.num_blocks:
                 raise PublicationError(
                     f"{url} must draft with version {version}, as it was staged (digest {memory}); it says {status}. "

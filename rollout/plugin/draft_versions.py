@@ -1,13 +1,16 @@
 """Versions of a draft in one worker of an engine: one serves, another is held beside it, and the two can be exchanged.
 
     stage     the files are read and checked against their manifest, the engine's base model and the draft that serves;
-              their tensors are held in memory, and nothing else happens
+              their tensors are held in the host's memory, and nothing else happens
     switch    the parameters exchange their values with what is held, in place: kernels and graphs keep their pointers
     forget    what is held is let go
 
-After a switch the version before it is held, so that the way back is the same switch. Between two steps of the engine
-only, and with an empty prefix cache: pages of context hang on the draft that wrote them. `rollout.draft_routes` sees to
-both; the driver's half of the protocol is `trainer.publish_draft`.
+After a switch the version before it is held, so that the way back is the same switch. What is held lies on the host:
+beside the KV cache of a GPU there is no room for a second draft. Digests of memory are computed when it changes and
+kept; only `status` with `verify` looks at the parameters again.
+
+Between two steps of the engine only, and with an empty prefix cache: pages of context hang on the draft that wrote
+them. `rollout.draft_routes` sees to both; the driver's half of the protocol is `trainer.publish_draft`.
 
 `DraftTransfer` are the methods that vLLM's `collective_rpc` reaches on every worker (`worker_extension_cls`). A refusal
 is an answer and no exception, so that its reason arrives as it was written.
@@ -46,11 +49,17 @@ class Held:
     files: str | None
     """Digest of the tensors in its files; None for a draft without a manifest."""
 
+    memory: str
+    """`memory_digest` of `tensors`."""
+
     tensors: Mapping[str, torch.Tensor]
-    """By parameter, in the parameters' dtype and on their device."""
+    """By parameter, in the parameters' dtype, on the host."""
 
     replaces: int
     """Version that must serve when this one is switched to."""
+
+    was_replaced: bool
+    """It served, and the one that serves took its place. Not so for one that is staged, or that was taken back."""
 
 
 class DraftVersions:
@@ -67,6 +76,8 @@ class DraftVersions:
         """Drafted since this version serves."""
 
         self._base_model: str | None = None
+        self._memory: str | None = None
+        """Digest of the parameters; None until somebody asks."""
 
     def stage(self, directory: Path, version: int, replaces: int | None, target: Path) -> dict[str, Any]:
         """Read a draft and hold it beside the one that serves, in place of what was held.
@@ -88,11 +99,12 @@ class DraftVersions:
         manifest = self._check(draft, version, replaces, base)
         parameters = dict(self.model.named_parameters())
         self.held = None  # before the new one is read: there is room for one
-        tensors = {name: value.to(parameters[name]) for name, value in draft.tensors()}
+        tensors = {name: value.to("cpu", parameters[name].dtype) for name, value in draft.tensors()}
         replaced = manifest.parent_version if replaces is None else replaces
         assert replaced is not None and tensors.keys() == parameters.keys()
-        self.held = Held(version, manifest.digest, tensors, replaced)
-        return {"version": version, "files": manifest.digest, "memory": memory_digest(tensors)}
+        held = Held(version, manifest.digest, memory_digest(tensors), tensors, replaced, was_replaced=False)
+        self.held = held
+        return {"version": version, "files": held.files, "memory": held.memory}
 
     def switch(self, version: int) -> dict[str, Any]:
         """Make the held version serve and hold the one that served; nothing where it serves already.
@@ -117,12 +129,15 @@ class DraftVersions:
                 "serves. Stage it again"
             )
         # All of it before the first parameter changes: memory may run out here, and must not half-way.
-        before = {name: parameter.detach().clone() for name, parameter in self.model.named_parameters()}
+        memory = self._digest()
+        before = {name: on_host(parameter) for name, parameter in self.model.named_parameters()}
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(held.tensors[name])
-        self.held = Held(self.version, self.files, before, replaces=version)
-        self.version, self.files, self.num_blocks = version, held.files, 0
+        # On the way back what goes was taken back, and nobody wants to be led to it again.
+        was_replaced = not held.was_replaced
+        self.held = Held(self.version, self.files, memory, before, replaces=version, was_replaced=was_replaced)
+        self.version, self.files, self._memory, self.num_blocks = version, held.files, held.memory, 0
         logger.info("draft version %d serves now, in place of version %d", version, self.held.version)
         return self.status()
 
@@ -141,15 +156,31 @@ class DraftVersions:
             self.held = None
         return self.status()
 
-    def status(self) -> dict[str, Any]:
-        """What serves: `version`, `files` and `memory` as in `stage`, `held` version or None, `num_blocks`."""
+    def status(self, verify: bool = False) -> dict[str, Any]:
+        """What serves.
+
+        Args:
+            verify: look at all parameters again, and do not only say what they were when they changed.
+
+        Returns:
+            `version`, `files` and `memory` as in `stage`; `held`: version or None; `previous`: the same, where it is
+            what the one that serves replaced; `num_blocks`.
+        """
+        held = self.held
         return {
             "version": self.version,
             "files": self.files,
-            "memory": memory_digest(dict(self.model.named_parameters())),
-            "held": None if self.held is None else self.held.version,
+            "memory": self._digest(verify),
+            "held": None if held is None else held.version,
+            "previous": None if held is None or not held.was_replaced else held.version,
             "num_blocks": self.num_blocks,
         }
+
+    def _digest(self, verify: bool = False) -> str:
+        """`memory_digest` of the parameters."""
+        if verify or self._memory is None:
+            self._memory = memory_digest(dict(self.model.named_parameters()))
+        return self._memory
 
     def _check(self, draft: DraftCheckpoint, version: int, replaces: int | None, base: Checkpoint) -> Manifest:
         path, manifest = draft.source.path, draft.manifest
@@ -191,9 +222,9 @@ class DraftTransfer:
         """`DraftVersions.forget`, or `refused` with the reason."""
         return _answer(lambda: versions_of(self).forget(version))
 
-    def draft_status(self) -> dict[str, Any]:
+    def draft_status(self, verify: bool = False) -> dict[str, Any]:
         """`DraftVersions.status`, or `refused` with the reason."""
-        return _answer(lambda: versions_of(self).status())
+        return _answer(lambda: versions_of(self).status(verify))
 
 
 def versions_of(worker: Any) -> DraftVersions:
@@ -211,6 +242,11 @@ def versions_of(worker: Any) -> DraftVersions:
             "none. Start it with one"
         )
     return versions
+
+
+def on_host(parameter: torch.Tensor) -> torch.Tensor:
+    """A copy that later changes do not reach."""
+    return parameter.detach().to("cpu", copy=True)
 
 
 def memory_digest(tensors: Mapping[str, torch.Tensor]) -> str:

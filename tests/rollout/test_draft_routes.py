@@ -5,6 +5,7 @@ The workers have real drafts and no engine around them: on a CPU an engine with 
 
 from __future__ import annotations
 
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,13 +14,17 @@ from typing import Any
 import pytest
 import torch
 from fastapi.testclient import TestClient
+from safetensors.torch import save_file
 
+from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.engine_args import DRAFT_ROUTES, DRAFT_WORKER
+from rollout.plugin import draft_versions
 from rollout.plugin.draft import Draft
-from rollout.plugin.draft_versions import DraftTransfer
+from rollout.plugin.draft_versions import DraftTransfer, memory_digest, on_host
 from tests.rollout.drafting import write_version
+from trainer.draft import files
 
 KEY = {"Authorization": "Bearer secret"}
 
@@ -168,9 +173,99 @@ def test_forgetting_brings_workers_together_that_differ(http: TestClient, engine
 
 
 def test_workers_that_hold_different_bytes_are_refused(http: TestClient, engine: Engine, draft: Path) -> None:
+    before = http.get("/v1/draft").json()
     with torch.no_grad():
         next(engine.workers[1].versions.model.parameters()).add_(1.0)
-    assert "every worker of an engine must hold the same draft" in reason(http.get("/v1/draft"))
+    # Without being asked to nobody looks again.
+    assert http.get("/v1/draft").json() == before
+    assert "every worker of an engine must hold the same draft" in reason(http.get("/v1/draft?verify=true"))
+
+
+def test_a_publication_looks_at_the_weights_in_use_once(
+    http: TestClient, engine: Engine, draft: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Digests take seconds at a real draft: of what is staged, and of what serves when the driver says so."""
+    looks: list[bool] = []
+
+    def count(tensors: Any) -> str:
+        looks.append(any(isinstance(tensor, torch.nn.Parameter) for tensor in tensors.values()))
+        return memory_digest(tensors)
+
+    monkeypatch.setattr(draft_versions, "memory_digest", count)
+    del engine.workers[1:]
+    before = http.get("/v1/draft").json()
+    assert looks == [True]
+    staged = stage(http, draft).json()
+    http.post("/v1/draft/switch", json={"version": 2})
+    http.get("/v1/draft")
+    assert looks == [True, False]
+    assert http.get("/v1/draft?verify=true").json()["memory"] == staged["memory"] != before["memory"]
+    http.post("/v1/draft/forget", json={"version": 1})
+    assert looks == [True, False, True]
+    assert http.get("/v1/draft?verify=yes, please").status_code == 400
+
+
+def test_only_what_was_replaced_is_gone_back_to(
+    http: TestClient, engine: Engine, draft: Path, tiny_checkpoint: Path, tmp_path: Path
+) -> None:
+    """Version 2 serves and 3 is staged: to forget 2 must not make 3 serve."""
+    stage(http, draft)
+    status = http.post("/v1/draft/switch", json={"version": 2}).json()
+    assert (status["held"], status["previous"]) == (1, 1)
+    third = write_version(tiny_checkpoint, tmp_path / "draft-3", 3, 2, noise=0.5)
+    stage(http, third, 3)
+    status = http.get("/v1/draft").json()
+    assert (status["version"], status["held"], status["previous"]) == (2, 3, None)
+    calls = list(engine.calls)
+    refusal = reason(http.post("/v1/draft/forget", json={"version": 2}))
+    assert "version 3, which is held, is not what it replaced" in refusal
+    assert http.get("/v1/draft").json() == status and engine.calls == calls
+    # Nor is one that was taken back.
+    http.post("/v1/draft/switch", json={"version": 3})
+    http.post("/v1/draft/switch", json={"version": 2})
+    assert http.get("/v1/draft").json() == status
+    assert "version 3, which is held, is not" in reason(http.post("/v1/draft/forget", json={"version": 2}))
+    assert http.post("/v1/draft/forget", json={"version": 3}).json() == status | {"held": None}
+
+
+@pytest.mark.parametrize("num_copies", [0, 5])
+def test_memory_that_runs_out_at_a_switch_changes_no_parameter(
+    http: TestClient, engine: Engine, draft: Path, monkeypatch: pytest.MonkeyPatch, num_copies: int
+) -> None:
+    stage(http, draft)
+    before, left = http.get("/v1/draft?verify=true").json(), num_copies
+
+    def copy(parameter: torch.Tensor) -> torch.Tensor:
+        nonlocal left
+        if left == 0:
+            raise MemoryError("no room for 1 byte")
+        left -= 1
+        return on_host(parameter)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(draft_versions, "on_host", copy)
+        assert reason(http.post("/v1/draft/switch", json={"version": 2})) == "no room for 1 byte"
+    assert http.get("/v1/draft?verify=true").json() == before and left == 0
+    assert http.post("/v1/draft/switch", json={"version": 2}).json()["version"] == 2
+
+
+def test_a_draft_that_is_not_finite_is_refused_by_name(
+    http: TestClient, engine: Engine, draft: Path, tiny_checkpoint: Path
+) -> None:
+    """Also when the engine starts, and though every checksum is right."""
+    before = http.get("/v1/draft").json()
+    source = Checkpoint.open(tiny_checkpoint)
+    weights = dict(DraftCheckpoint.open(draft, source.config).tensors())
+    weights["norm.weight"][:3] = torch.tensor([float("nan"), float("inf"), -float("inf")])
+    (file,) = draft.glob("*.safetensors")
+    save_file(weights, file)
+    contents = files.manifest(weights, source, version=2, parent_version=1, facts={})
+    (draft / "draft.json").write_text(json.dumps(contents))
+    message = "norm.weight of the draft must hold finite numbers; got 3 of 128 that are NaN or infinite"
+    assert message in reason(stage(http, draft))
+    assert http.get("/v1/draft").json() == before
+    with pytest.raises(CheckpointError, match=message):
+        Worker(tiny_checkpoint, draft)
 
 
 def test_an_engine_that_somebody_paused_stays_paused(http: TestClient, engine: Engine, draft: Path) -> None:

@@ -194,8 +194,10 @@ def test_the_way_back_is_to_the_same_bytes(llm: Any, version: Versions) -> None:
     ask(llm, "stage_draft", str(draft), number)
     after = switch_draft(llm, number)
     assert (after["version"], after["held"], after["num_blocks"]) == (number, number - 1, 0)
+    assert ask(llm, "draft_status", True) == after == after | {"previous": number - 1}
     assert ask(llm, "switch_draft", number) == after  # it serves: nothing to do
     assert switch_draft(llm, number - 1) == before | {"held": number, "num_blocks": 0}
+    assert ask(llm, "draft_status", True) == ask(llm, "draft_status")
     assert ask(llm, "forget_draft", number)["held"] is None
     assert "must be staged before it is switched to; got none staged" in ask(llm, "switch_draft", number)["refused"]
     assert "must not serve to be forgotten" in ask(llm, "forget_draft", number - 1)["refused"]
