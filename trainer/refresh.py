@@ -25,7 +25,7 @@ from inkling_rl.types import Publication, Sample
 from trainer.draft.completions import Completion, read_lines, write_lines
 from trainer.draft.loop import StepResult
 from trainer.progress import Progress
-from trainer.resume import DRAFT, DRAFTS, draft_version, served_draft
+from trainer.resume import DRAFT, DRAFTS, ResumeError, draft_version, served_draft
 
 STATE_FILE, COMPLETIONS_FILE = "draft_training.pt", "draft_completions.jsonl"
 NUM_MEASURED = 64  # of a step's completions, each time: a look costs as much as training on half as many
@@ -34,7 +34,7 @@ NUM_KEPT = 2  # drafts on disk: the one that serves and the one before
 
 
 class RefreshError(RuntimeError):
-    """A refresh that would spoil the draft. The draft before it still serves."""
+    """A refresh that would spoil or lose the draft. The draft before it still serves."""
 
 
 class DraftRefresh:
@@ -69,6 +69,7 @@ class DraftRefresh:
         served = served_draft(recipe, run_dir)
         assert served is not None
         self.version = draft_version(served)
+        self._is_trained = served.parent == self.directory  # and not the recipe's own
         self.completions: list[Completion] = []
         self.metrics: dict[str, float] = {}
         """Of the last step's refresh; empty where there was none."""
@@ -95,7 +96,7 @@ class DraftRefresh:
         """Refreshes the draft if it is due after this step, whose policy serves.
 
         Raises:
-            RefreshError: the training diverged.
+            RefreshError: the training diverged, or the draft is not where the engines look for it.
             PublicationError: the new draft does not serve; the old one does.
             EngineError: an engine is gone, hung or refuses.
         """
@@ -103,14 +104,21 @@ class DraftRefresh:
             return
         started = time.monotonic()
         num_steps = await self.call("begin", self.completions, step)
-        measured = self._newest[:NUM_MEASURED]
+        # A step may have left nothing to predict where those before it have.
+        measured = (self._newest or self.completions)[-NUM_MEASURED:]
         before = await self.call("worth", measured)
         results = [result async for result in self._train(num_steps)]
         after = await self.call("worth", measured)
         path = self.directory / f"{DRAFT}-{self.version + 1}"
         await self.call("write", str(path), after)
+        if not path.is_dir():
+            raise RefreshError(
+                f"logging.runs_dir must be on a disk that the driver and the first worker share; {path}, which that "
+                f"worker has written, is not here. Move the run there. Draft {self.version} still serves"
+            )
         publication = await self.publish(path, self.version + 1)
         self.version += 1
+        self._is_trained = True
         self._prune()
         self.completions = []
         self.metrics = {
@@ -149,19 +157,36 @@ class DraftRefresh:
             shutil.rmtree(old, ignore_errors=True)
 
     def save(self, checkpoint: Path) -> None:
-        """Adds to a checkpoint what a resumed run needs."""
+        """Adds to a checkpoint what a resumed run needs.
+
+        Raises:
+            RefreshError: the draft that serves is gone from the run directory.
+        """
+        served = self.directory / f"{DRAFT}-{self.version}"
+        if self._is_trained and not served.is_dir():
+            raise RefreshError(
+                f"{served} must be there for the checkpoint: it is the draft that serves; it is gone. Leave the drafts "
+                "of a run alone while it goes on, and continue it from its last checkpoint"
+            )
         self.wait_for("save", str(checkpoint / STATE_FILE))
         (checkpoint / COMPLETIONS_FILE).write_text(write_lines(self.completions), encoding="utf-8")
-        served = self.directory / f"{DRAFT}-{self.version}"
-        if served.is_dir():  # else it is the recipe's
+        if self._is_trained:
             shutil.copytree(served, checkpoint / DRAFT)
 
     def restore(self, checkpoint: Path) -> None:
-        """Continues from what `save` wrote; from the recipe's draft where the run had no refresh then."""
+        """Continues from what `save` wrote; from the recipe's draft where the run had no refresh then.
+
+        Raises:
+            ResumeError: the checkpoint's draft in training is not the one that serves.
+        """
         if not (checkpoint / STATE_FILE).is_file():
             return
         version = self.wait_for("restore", str(checkpoint / STATE_FILE))
-        assert version == self.version, f"the workers restored draft {version}, the engines serve {self.version}"
+        if version != self.version:
+            raise ResumeError(
+                f"{checkpoint / STATE_FILE} must be of draft version {self.version}, which the engines serve; it is of "
+                f"version {version}. The checkpoint's parts do not belong together: resume from a copy that is whole"
+            )
         self.completions = read_lines((checkpoint / COMPLETIONS_FILE).read_text(encoding="utf-8"))
 
 

@@ -198,12 +198,22 @@ def restore_drafts(recipe: Recipe, run_dir: Path, checkpoint: Path) -> None:
     """Leaves in a run directory of its drafts that which served when the checkpoint was taken, and no other.
 
     None where the recipe has no refresh any more: its own draft serves then.
+
+    Raises:
+        CheckpointError: the checkpoint's `draft.json` cannot be read. OSError: its draft cannot be copied. The run's
+            drafts are then what they were.
     """
-    shutil.rmtree(run_dir / DRAFTS, ignore_errors=True)
     saved, draft = checkpoint / DRAFT, recipe.rollout.draft
-    if draft is None or draft.refresh is None or not saved.is_dir():
-        return
-    shutil.copytree(saved, run_dir / DRAFTS / f"{DRAFT}-{draft_version(saved)}")
+    partial, old = (run_dir / f".{DRAFTS}.{name}" for name in ("partial", "old"))
+    for leftover in (partial, old):
+        shutil.rmtree(leftover, ignore_errors=True)
+    if draft is not None and draft.refresh is not None and saved.is_dir():
+        shutil.copytree(saved, partial / f"{DRAFT}-{draft_version(saved)}")
+    if (run_dir / DRAFTS).is_dir():
+        os.rename(run_dir / DRAFTS, old)
+    if partial.is_dir():
+        os.rename(partial, run_dir / DRAFTS)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_atomically(path: Path, text: str) -> None:

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 from inkling_rl import metrics
+from inkling_rl.checkpoint.layout import CheckpointError
 from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.recipe import Recipe
@@ -24,7 +25,7 @@ from trainer.draft.loop import Share
 from trainer.model import load_frozen
 from trainer.progress import Progress
 from trainer.refresh import DraftRefresh, RefreshError, turns
-from trainer.resume import Checkpoints, RunState, identity_of, restore_drafts, served_draft
+from trainer.resume import Checkpoints, ResumeError, RunState, identity_of, restore_drafts, served_draft
 
 
 def sample(row: int, tokens: int, prompt: int = 5) -> Sample:
@@ -207,6 +208,73 @@ def test_a_run_continued_without_a_refresh_serves_the_recipes_draft(
     later, _, _ = make()
     later.restore(tmp_path)
     assert later.version == 0
+
+
+def test_a_step_without_anything_to_predict_is_not_what_a_draft_is_measured_on(make: Any) -> None:
+    refresh, published, _ = make()
+    step(refresh, 1)
+    refresh.collect([sample(1, 1)], [[1]])
+    run(refresh.after_publication(2))
+    assert published.drafts == [("draft-1", 1)]
+    assert refresh.metrics[metrics.DRAFT_LENGTH_BEFORE] >= 1 <= refresh.metrics[metrics.DRAFT_LENGTH]
+
+
+def test_a_draft_that_the_driver_does_not_see_is_not_published(make: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The worker writes to its own disk."""
+    refresh, published, live = make()
+    monkeypatch.setattr(live, "write", lambda directory, worth: LiveDraft.write(live, f"{directory}-elsewhere", worth))
+    with pytest.raises(
+        RefreshError, match=r"logging\.runs_dir must be on a disk .* share; \S+/draft-1, .* is not here"
+    ):
+        step(refresh, 2)
+    assert published.drafts == [] and (refresh.version, len(refresh.completions)) == (0, 6)
+
+
+def test_a_checkpoint_without_the_draft_that_serves_is_refused(make: Any, tmp_path: Path) -> None:
+    refresh, _, _ = make()
+    first, second = tmp_path / "first", tmp_path / "second"
+    first.mkdir()
+    second.mkdir()
+    refresh.save(first)  # the recipe's draft serves: the recipe names it
+    assert not (first / "draft").exists() and (first / "draft_training.pt").is_file()
+    step(refresh, 2)
+    shutil.rmtree(tmp_path / "drafts" / "draft-1")
+    with pytest.raises(RefreshError, match=r"draft-1 must be there for the checkpoint: .* it is gone"):
+        refresh.save(second)
+    assert list(second.iterdir()) == []
+
+
+def test_a_checkpoint_of_two_drafts_is_refused(make: Any, tmp_path: Path) -> None:
+    refresh, _, _ = make()
+    step(refresh, 2)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    refresh.save(saved)
+    shutil.rmtree(tmp_path / "drafts")
+    other, _, _ = make()  # on the recipe's draft
+    with pytest.raises(ResumeError, match=r"must be of draft version 0, .* serve; it is of version 1"):
+        other.restore(saved)
+
+
+def test_a_runs_drafts_stay_where_a_checkpoints_cannot_be_read(make: Any, recipe: Recipe, tmp_path: Path) -> None:
+    refresh, _, _ = make()
+    step(refresh, 2)
+    saved = tmp_path / "saved"
+    saved.mkdir()
+    refresh.save(saved)
+    whole = (saved / "draft" / "draft.json").read_text()
+    (saved / "draft" / "draft.json").write_text(whole[:100])
+    before = {path: path.read_bytes() for path in (tmp_path / "drafts").rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"draft\.json"):
+        restore_drafts(recipe, tmp_path, saved)
+    assert {path: path.read_bytes() for path in (tmp_path / "drafts").rglob("*") if path.is_file()} == before
+    # A copy that was cut short is no hindrance later.
+    (tmp_path / ".drafts.partial" / "draft-7").mkdir(parents=True)
+    (saved / "draft" / "draft.json").write_text(whole)
+    step(refresh, 4)
+    restore_drafts(recipe, tmp_path, saved)
+    assert [path.name for path in (tmp_path / "drafts").iterdir()] == ["draft-1"]
+    assert not list(tmp_path.glob(".drafts*"))
 
 
 def test_turns_are_what_was_sampled_with_all_before_it_as_prompt() -> None:
