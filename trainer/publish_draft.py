@@ -14,6 +14,7 @@ engine's switch and the last's they differ in speed alone.
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from pathlib import Path
@@ -25,6 +26,8 @@ from trainer.client import EngineClient
 from trainer.engine import EngineError, PublicationError
 
 FORGET_SECONDS = 10.0
+
+logger = logging.getLogger(__name__)
 
 
 class DraftPublisher:
@@ -66,7 +69,7 @@ class DraftPublisher:
                     "The version before it still serves. Raise it, or see the engine's log"
                 ) from error
             raise
-        await _each(late, lambda url: self.client.forget_draft(url, before[url].version))
+        await self._forget_replaced({url: before[url].version for url in late}, version)
         return Publication(
             version=version,
             kind="draft",
@@ -93,6 +96,15 @@ class DraftPublisher:
                     f"{url} must draft with version {version}, as it was staged (digest {memory}); it says {status}. "
                     "The version before it still serves. See the engine's log"
                 )
+
+    async def _forget_replaced(self, versions: Mapping[str, int], version: int) -> None:
+        """Let each engine's version before this one go. Where it stays it takes memory until the next one is staged."""
+        try:
+            async with asyncio.timeout(FORGET_SECONDS):
+                await _each(list(versions), lambda url: self.client.forget_draft(url, versions[url]))
+        except (EngineError, TimeoutError) as error:
+            reason = error if str(error) else f"no answer within {FORGET_SECONDS:g} s"
+            logger.warning("draft %d serves; an engine still holds the one before: %s", version, reason)
 
     async def _forget_failed(self, before: Mapping[str, DraftStatus], version: int) -> None:
         """Leave no engine with the version that did not serve before."""
