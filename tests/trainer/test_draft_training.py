@@ -12,13 +12,12 @@ from inkling_rl.checkpoint.reader import Checkpoint
 from inkling_rl.checkpoint.tiny import random_tensors, tiny_config
 from inkling_rl.draft.reference import ReferenceDraft
 from inkling_rl.draft.shape import PREFIX, DraftShape
-from trainer.draft import losses, teacher_forcing
 from trainer.draft.completions import Blocks, Completion, make_blocks, sample_anchors
 from trainer.draft.loop import Masters, Plan, Share, StepResult, Training, save_state
 from trainer.draft.losses import Coefficients, decay, score
 from trainer.draft.model import BlockDraft, new_weights
 from trainer.draft.target import States, Target
-from trainer.draft.teacher_forcing import forward, passes
+from trainer.draft.teacher_forcing import forward
 from trainer.model import load_frozen
 
 SHAPE = DraftShape.from_config(tiny_config())
@@ -46,33 +45,49 @@ class ExactTarget(Target):
         return super().embed(ids).double()
 
 
-@pytest.fixture(scope="module")
-def small(checkpoint: Path) -> Target:
+def small_target(checkpoint: Path) -> Target:
     """In float32, as trained."""
     return Target.load(Checkpoint.open(checkpoint), SHAPE.target_layers, torch.device("cpu"), torch.float32)
 
 
-@pytest.fixture(scope="module")
-def target(checkpoint: Path) -> Target:
+def exact_target(checkpoint: Path) -> Target:
     model = load_frozen(Checkpoint.open(checkpoint), torch.float32, torch.device("cpu"))
     model.lm_head.double()
     return ExactTarget(model, SHAPE.target_layers)
 
 
-@pytest.fixture(scope="module")
-def weights() -> dict[str, torch.Tensor]:
+def exact_weights() -> dict[str, torch.Tensor]:
     tensors = random_tensors(11).items()
     return {name.removeprefix(PREFIX): value.double() for name, value in tensors if name.startswith(PREFIX)}
 
 
-@pytest.fixture(scope="module")
-def completions() -> list[Completion]:
+def three_completions() -> list[Completion]:
     generator = torch.Generator().manual_seed(4)
     made = []
     for prompt, tokens in LENGTHS:
         ids = torch.randint(1, 500, (prompt + tokens,), generator=generator).tolist()
         made.append(Completion(tuple(ids[:prompt]), tuple(ids[prompt:])))
     return made
+
+
+@pytest.fixture(scope="module")
+def small(checkpoint: Path) -> Target:
+    return small_target(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def target(checkpoint: Path) -> Target:
+    return exact_target(checkpoint)
+
+
+@pytest.fixture(scope="module")
+def weights() -> dict[str, torch.Tensor]:
+    return exact_weights()
+
+
+@pytest.fixture(scope="module")
+def completions() -> list[Completion]:
+    return three_completions()
 
 
 def blocks_of(completions: list[Completion], anchors: list[list[int]]) -> Blocks:
@@ -181,48 +196,6 @@ def test_loss_and_gradients_of_a_padded_batch_are_those_of_the_papers_formula(
     expected = reference_loss(target, other, completions, anchors)
     assert abs(float((found - expected).detach())) < 1e-10 and 0.5 < float(expected.detach()) < 10
     assert largest_difference(gradients(found, one), gradients(expected, other)) < 1e-8
-
-
-def test_logits_in_pieces_change_nothing(
-    target: Target,
-    weights: dict[str, torch.Tensor],
-    completions: list[Completion],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    blocks = blocks_of(completions, all_anchors(completions))
-    one, other = trainable(weights), trainable(weights)
-    whole = batched_loss(target, one, blocks)
-    whole_gradients = gradients(whole, one)
-    monkeypatch.setattr(losses, "MAX_LOGITS", 14 * 512)
-    pieces = batched_loss(target, other, blocks)
-    assert abs(float((whole - pieces).detach())) < 1e-12
-    assert largest_difference(gradients(pieces, other), whole_gradients) < 1e-9
-
-
-@pytest.mark.parametrize(("blocks_each", "num_parts"), [(29 * 2, 2), (29, 3), (10, 9)])
-def test_blocks_in_parts_change_nothing(
-    target: Target,
-    weights: dict[str, torch.Tensor],
-    completions: list[Completion],
-    monkeypatch: pytest.MonkeyPatch,
-    blocks_each: int,
-    num_parts: int,
-) -> None:
-    """Two completions at a time, one, and a third of one."""
-    blocks = blocks_of(completions, all_anchors(completions))
-    one, other = trainable(weights), trainable(weights)
-    whole = batched_loss(target, one, blocks)
-    per_block = SHAPE.num_heads * 7 * (blocks.tokens.shape[1] + 7)
-    monkeypatch.setattr(teacher_forcing, "MAX_SCORES", blocks_each * per_block)
-    markov = "markov_head.markov_w2.weight"
-    found = [
-        score(scored, target.logits, other[markov], SHAPE.block_size)
-        for _, scored in passes(BlockDraft(SHAPE, other), target, blocks)
-    ]
-    assert len(found) == num_parts
-    pieces = sum(COEFFICIENTS.total(summed) for summed in found) / blocks.weights.sum()
-    assert isinstance(pieces, torch.Tensor) and abs(float((whole - pieces).detach())) < 1e-12
-    assert largest_difference(gradients(pieces, other), gradients(whole, one)) < 1e-9
 
 
 def test_a_block_sees_nothing_from_its_anchor_on_but_the_anchor(
@@ -381,32 +354,6 @@ def test_micro_batches_do_not_change_a_step(small: Target, completions: list[Com
     assert first.grad_norm == pytest.approx(second.grad_norm, rel=1e-4)
     assert first.acceptance == pytest.approx(second.acceptance, rel=1e-4)
     assert one.keys() == other.keys()
-
-
-def test_ranks_run_the_target_equally_often_and_add_up_to_one(
-    small: Target, completions: list[Completion], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Ranks whose longest completions differ: with weights spread over ranks a call more on one would wait for ever."""
-    added: list[list[torch.Tensor]] = []
-    monkeypatch.setattr(Share, "add_up", lambda share, tensors: added.append([t.clone() for t in tensors]))
-    monkeypatch.setattr(losses, "MAX_LOGITS", 14 * 512)
-    monkeypatch.setattr(teacher_forcing, "MAX_SCORES", 10 * SHAPE.num_heads * 7 * (47 + 7))
-    calls: list[str] = []
-    model = small.model
-    for name, module in (("head", model.lm_head), ("embed", model.model.embed_tokens), ("model", model.model)):
-        run = module.forward
-        monkeypatch.setattr(module, "forward", lambda *a, n=name, r=run, **k: (calls.append(n), r(*a, **k))[1])
-    by_rank = {}
-    for share in (Share(), Share(0, 2), Share(1, 2)):
-        training = train(small, completions, batch_size=3, micro_batch_size=1, max_anchors=512, share=share)
-        calls.clear()
-        training.advance()
-        by_rank[share] = list(calls)
-    assert by_rank[Share(0, 2)] == by_rank[Share(1, 2)]
-    assert by_rank[Share(0, 2)].count("model") == 2 and by_rank[Share(0, 2)].count("head") > 20
-    single, *ranks = added
-    for expected, first, second in zip(single, *ranks, strict=True):
-        torch.testing.assert_close(first + second, expected, rtol=1e-4, atol=1e-5)
 
 
 def test_the_rate_warms_up_and_ends_near_zero() -> None:
