@@ -199,9 +199,11 @@ class Run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rollout.tensor_parallel_size :])
 
     def _start_trainer(self, model_path: Path, resumed_step: int | None) -> Experiment:
-        from inkling_rl.checkpoint.reader import Checkpoint
-        from trainer import cluster, logs, vendor
+        with _held():
+            import torch  # noqa: F401 - what comes first loads it otherwise, in the middle of its work
 
+            from inkling_rl.checkpoint.reader import Checkpoint
+            from trainer import cluster, logs, vendor
         # While the engine starts: what it and the workers would find half a minute later.
         Checkpoint.open(model_path).check()
         logs.ours_to(self.progress)
@@ -210,9 +212,9 @@ class Run:
             cluster.start_local(self.recipe, self.logs / WORKER_LOG)
             _raise_on_signals()  # Ray has just put a handler of its own there, which aborts
         logs.theirs_to(self.logs / SKYRL_LOG)
-        from trainer import skyrl_config
-        from trainer.experiment import Experiment, load_prompts, load_tokenizer
-
+        with _held():
+            from trainer import skyrl_config
+            from trainer.experiment import Experiment, load_prompts, load_tokenizer
         tokenizer = load_tokenizer(model_path, self.recipe.rollout.effort)
         cfg = skyrl_config.build(
             self.recipe,
@@ -285,6 +287,21 @@ def _raise(number: int, frame: Any) -> None:
 def _raise_on_signals() -> None:
     for number in SIGNALS:
         signal.signal(number, signal.SIG_IGN if number in IGNORED else _raise)
+
+
+@contextmanager
+def _held() -> Iterator[None]:
+    """Inside, those signals wait for the end: out of the import of a C++ module an exception aborts the process."""
+    waiting: list[int] = []
+    for number in SIGNALS:
+        if number not in IGNORED:
+            signal.signal(number, lambda received, frame: waiting.append(received))
+    try:
+        yield
+    finally:
+        _raise_on_signals()
+    if waiting:
+        _raise(waiting[0], None)
 
 
 @contextmanager

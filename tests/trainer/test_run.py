@@ -115,3 +115,16 @@ def test_errors_go_to_standard_error(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: /proc must be a checkpoint directory") and "error" not in done.stdout
+
+
+def test_a_signal_waits_while_modules_are_imported() -> None:
+    """An exception out of the import of a C++ module would abort the process."""
+    reached = False
+    with run_module._interrupts():
+        with pytest.raises(Interrupted, match="SIGINT"), run_module._held():
+            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), signal.SIGTERM)
+            reached = True
+        assert reached and run_module.RECEIVED == [signal.SIGINT]
+        with pytest.raises(Interrupted, match="SIGTERM"):
+            os.kill(os.getpid(), signal.SIGTERM)
