@@ -267,10 +267,10 @@ def test_a_runner_that_is_not_patched_is_named(tiny_checkpoint: Path, monkeypatc
     from rollout.plugin import drafting, rejection
 
     rejection.install()
-    monkeypatch.setattr(drafting, "install", lambda: None)
+    monkeypatch.setattr(drafting, "install_first", lambda: None)
     monkeypatch.setattr(rejection_sampler, "_expand", rejection.rejection_greedy_sample)
     with (
-        pytest.raises(ValueError, match="proposer and rejection sampler must be active where a draft is used"),
+        pytest.raises(ValueError, match="part of drafting must be active where a draft is used"),
         engine(tiny_checkpoint, speculative_config=speculative(tiny_checkpoint)),
     ):
         pass
