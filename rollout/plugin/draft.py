@@ -11,6 +11,7 @@ Not a vLLM attention layer: pages come from `rollout.plugin.paging.CachePlan`.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,6 +25,7 @@ from rollout.kernels import draft as kernels
 from rollout.kernels import ops
 from rollout.kernels.draft import Angles, Blocks
 from rollout.plugin.attn_residual import RMSNormWeight
+from rollout.plugin.draft_config import open_draft
 from rollout.plugin.draft_versions import DraftVersions
 from rollout.plugin.linear import Weight
 from rollout.plugin.paging import CacheSlice
@@ -192,6 +194,15 @@ class Draft(nn.Module):
         rates = self.shape.rope_theta ** (-torch.arange(half, dtype=torch.float64) / half)
         angles = positions_T.double()[:, None] * rates
         return Angles(angles.cos().float(), angles.sin().float())
+
+    def fill(self, vllm_config: Any) -> None:
+        """Weights from the draft's files, or random ones where dummy weights are asked for."""
+        if vllm_config.load_config.load_format == "dummy":
+            from rollout.plugin import dummy
+
+            dummy.fill(self)
+        else:
+            self.load(open_draft(vllm_config))
 
     def load(self, draft: DraftCheckpoint) -> None:
         """Read every tensor from a draft's files."""

@@ -21,6 +21,7 @@ from vllm.model_executor.models.interfaces import SupportsEagle3, SupportsLoRA
 from vllm.model_executor.models.utils import WeightsMapper
 from vllm.platforms import current_platform
 
+from inkling_rl.draft.shape import DraftShape
 from rollout.kernels import cuda, ops
 from rollout.kernels.cuda import Kernels
 from rollout.kernels.layout import consecutive
@@ -115,7 +116,10 @@ class TextModel(nn.Module):
         )
         self.norm = RMSNormWeight(shape.hidden_size)
         self.final_input = ResidualQuery(shape.hidden_size)
-        self.cache = CachePlan.create(shape, vllm_config, prefix, draft_shape(vllm_config))
+        self.draft = draft_shape(vllm_config)
+        """Of the draft that sees some of the layers, None without one."""
+
+        self.cache = CachePlan.create(shape, vllm_config, prefix, self.draft)
         self.max_requests: int = vllm_config.scheduler_config.max_num_seqs
         """Of a step."""
         self.kernels: Kernels | None = None
@@ -155,12 +159,12 @@ class TextModel(nn.Module):
         return blocks.mix(hidden_TH, self.final_input, (self.norm,), self.shape.norm_eps)[0]
 
 
-def load_kernels(vllm_config: VllmConfig, shape: ModelShape) -> Kernels:
+def load_kernels(vllm_config: VllmConfig, shape: ModelShape, draft: DraftShape | None) -> Kernels:
     """The kernels of this GPU; CUDA graphs of whole decode steps, or none where a kernel cannot be captured."""
     from rollout.plugin.device import kernel_sizes
 
     device = torch.device("cuda", torch.cuda.current_device())
-    sizes = kernel_sizes(vllm_config, shape, draft_shape(vllm_config))
+    sizes = kernel_sizes(vllm_config, shape, draft)
     kernels = cuda.load(device, sizes, strict=strict_kernels(vllm_config))
     compilation = vllm_config.compilation_config
     # Nothing here is compiled by torch, so a graph is never cut into pieces.
@@ -189,7 +193,7 @@ class Inkling2ForCausalLM(nn.Module, SupportsLoRA, SupportsEagle3):
         self.shape = ModelShape.from_config(self.config, loader.expert_formats(vllm_config))
         self.model = TextModel(self.shape, vllm_config, f"{prefix}.model".lstrip("."))
         if not current_platform.is_cpu():
-            self.model.use(load_kernels(vllm_config, self.shape))
+            self.model.use(load_kernels(vllm_config, self.shape, self.model.draft))
         self.tapped: tuple[int, ...] = ()
         """Layers whose outputs a draft sees."""
         dtype = vllm_config.model_config.dtype

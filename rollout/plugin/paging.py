@@ -197,6 +197,12 @@ class CacheOwner(AttentionLayerBase):
         return self.spec
 
 
+def draft_owners(vllm_config: VllmConfig) -> set[str]:
+    """Names of the owners of a draft's pages, those without a layer included."""
+    layers = vllm_config.compilation_config.static_forward_context
+    return {name for name, owner in layers.items() if isinstance(owner, CacheOwner) and name.endswith(".draft_cache")}
+
+
 @dataclass(frozen=True, slots=True)
 class CacheSlice:
     """The channels of one layer inside an owner's pages."""

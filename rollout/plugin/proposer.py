@@ -20,7 +20,7 @@ from rollout.kernels.draft import Blocks, Choice, draw_blocks
 from rollout.plugin import draft_config
 from rollout.plugin.draft import Draft
 from rollout.plugin.draft_watch import DraftWatch
-from rollout.plugin.paging import CacheOwner
+from rollout.plugin.paging import draft_owners
 
 
 class AnyProposer(DFlashProposer):
@@ -48,17 +48,9 @@ class DSparkProposer(AnyProposer):
         assert shape is not None
         cache = target_model.model.cache.draft
         self.model = Draft(shape, config.model_config.dtype, cache).eval()
-        if config.load_config.load_format == "dummy":
-            from rollout.plugin import dummy
-
-            dummy.fill(self.model)
-        else:
-            self.model.load(draft_config.open_draft(config))
+        self.model.fill(config)
         self.target = target_model
-        layers = config.compilation_config.static_forward_context
-        self._draft_attn_layer_names = {
-            name for name, owner in layers.items() if isinstance(owner, CacheOwner) and name.endswith(".draft_cache")
-        }
+        self._draft_attn_layer_names = draft_owners(config)
 
     def dummy_run(self, *arguments: Any, **options: Any) -> None:
         """Nothing to warm up: no part of the draft is compiled, and its memory is small beside the target's."""

@@ -23,7 +23,7 @@ from rollout.kernels.draft import Blocks
 from rollout.plugin import draft_config
 from rollout.plugin.draft_cuda import CudaDraft
 from rollout.plugin.draft_watch import DeviceWatch
-from rollout.plugin.paging import CacheOwner
+from rollout.plugin.paging import draft_owners
 
 
 class DSparkSpeculator(dspark.DSparkSpeculator):
@@ -55,17 +55,9 @@ class DSparkSpeculator(dspark.DSparkSpeculator):
             self.model = CudaDraft(
                 self.shape, config.model_config.dtype, target_model.model.cache.draft, target_model.model.kernels
             ).eval()
-        if config.load_config.load_format == "dummy":
-            from rollout.plugin import dummy
-
-            dummy.fill(self.model)
-        else:
-            self.model.load(draft_config.open_draft(config))
+        self.model.fill(config)
         self.target = target_model
-        layers = config.compilation_config.static_forward_context
-        self.draft_attn_layer_names = {
-            name for name, owner in layers.items() if isinstance(owner, CacheOwner) and name.endswith(".draft_cache")
-        }
+        self.draft_attn_layer_names = draft_owners(config)
 
     def init_cudagraph_manager(self, cudagraph_mode: CUDAGraphMode) -> None:
         """A graph for as many requests as the target has one for.

@@ -74,3 +74,13 @@ def test_a_tensor_that_never_comes_is_named(opened: DraftCheckpoint, monkeypatch
     monkeypatch.setattr(DraftCheckpoint, "tensors", lambda self: iter(tensors.items()))
     with pytest.raises(CheckpointError, match=r"the draft's markov_head\.joint_proj\.bias; it does not"):
         make(opened)
+
+
+def test_dummy_weights_need_no_files(opened: DraftCheckpoint) -> None:
+    cache: Any = [None] * opened.shape.num_layers
+    draft = Draft(opened.shape, torch.float32, cache)
+    for parameter in draft.parameters():
+        parameter.fill_(float("nan"))
+    draft.fill(SimpleNamespace(load_config=SimpleNamespace(load_format="dummy")))
+    assert all(bool(parameter.isfinite().all()) for parameter in draft.parameters())
+    assert draft.version == 0 and draft.versions is None
