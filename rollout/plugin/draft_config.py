@@ -8,6 +8,7 @@ whether a configuration asks for such a draft at all.
 
 from __future__ import annotations
 
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,8 @@ from inkling_rl.engine_args import draft_method
 from rollout.plugin.compat import MODEL_TYPES
 from rollout.plugin.device import check_draft
 from rollout.plugin.shape import EngineError
+
+logger = logging.getLogger("vllm.inkling2.draft")
 
 ARCHITECTURES = ("Inkling2DSparkModel", "DFlashInkling2DSparkModel")
 """Of a draft: vLLM puts `DFlash` before that of any draft of that method."""
@@ -126,12 +129,27 @@ def _check(vllm_config: Any) -> None:
     # The routes that replace a draft reach the workers of the first.
     _require("data_parallel_size", ranks == 1, "1", ranks, "Start several engines (rollout.num_engines)")
     if not current_platform.is_cpu():
-        # vLLM's speculator lays the rows of a whole batch's drafts into buffers of max_num_batched_tokens, and its
-        # measuring run has as many requests as may run.
+        # vLLM's speculator lays the rows of a whole batch's drafts into buffers of max_num_batched_tokens. The
+        # scheduler sees to that in serving; the measuring run drafts for max_num_seqs requests without asking it.
         room, rows = scheduler.max_num_batched_tokens, scheduler.max_num_seqs * speculative.num_speculative_tokens
         least = f"at least max_num_seqs x num_speculative_tokens = {rows}"
         remedy = "Raise it (rollout.max_num_batched_tokens), or lower max_num_seqs (rollout.max_num_seqs)"
         _require("max_num_batched_tokens", room >= rows, least, room, remedy)
+
+
+def warn_of_room(vllm_config: Any) -> None:
+    """Say so where a step cannot verify and draft for all requests that may run: some then wait in every step."""
+    speculative, scheduler = vllm_config.speculative_config, vllm_config.scheduler_config
+    # vLLM's scheduler counts the rows of a verification, and room to draft in besides.
+    rows = 1 + speculative.num_speculative_tokens + speculative.max_num_new_slots_for_drafting
+    room, num_seqs = scheduler.max_num_batched_tokens, scheduler.max_num_seqs
+    if room < num_seqs * rows:
+        logger.warning(
+            "a step drafts for %d of %d requests: each takes %d of max_num_batched_tokens = %d. Raise it to %d "
+            "(rollout.max_num_batched_tokens) for all of them in every step, or lower max_num_seqs "
+            "(rollout.max_num_seqs)",
+            *(room // rows, num_seqs, rows, room, num_seqs * rows),
+        )
 
 
 def _require(name: str, holds: bool, requirement: str, value: object, remedy: str) -> None:

@@ -131,6 +131,7 @@ class DraftVersions:
         # All of it before the first parameter changes: memory may run out here, and must not half-way.
         memory = self._digest()
         before = {name: on_host(parameter) for name, parameter in self.model.named_parameters()}
+        self._memory = None  # what a copy that fails leaves behind is looked at
         with torch.no_grad():
             for name, parameter in self.model.named_parameters():
                 parameter.copy_(held.tensors[name])

@@ -29,7 +29,7 @@ from rollout.plugin import drafting, fused, loader
 from rollout.plugin.attention import Attention
 from rollout.plugin.attn_residual import BlockStates, ResidualQuery, RMSNormWeight
 from rollout.plugin.conv_state import ConvStream, ShortConvolution
-from rollout.plugin.draft_config import draft_shape
+from rollout.plugin.draft_config import draft_shape, warn_of_room
 from rollout.plugin.experts import SparseMoe
 from rollout.plugin.linear import Weight
 from rollout.plugin.options import strict_kernels
@@ -118,6 +118,8 @@ class TextModel(nn.Module):
         self.final_input = ResidualQuery(shape.hidden_size)
         self.draft = draft_shape(vllm_config)
         """Of the draft that sees some of the layers, None without one."""
+        if self.draft is not None:
+            warn_of_room(vllm_config)
 
         self.cache = CachePlan.create(shape, vllm_config, prefix, self.draft)
         self.max_requests: int = vllm_config.scheduler_config.max_num_seqs

@@ -66,6 +66,11 @@ def drafted_eagerly(gpu: Watched) -> Iterator[None]:
         graphs._candidates = candidates
 
 
+def addresses(gpu: Watched) -> dict[str, int]:
+    """Where a draft's parameters lie."""
+    return {name: value.data_ptr() for name, value in gpu.runner.speculator.model.named_parameters()}
+
+
 @contextlib.contextmanager
 def watched(gpu: Watched, monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Drafted]]:
     """Every block that is drafted inside, without graphs of drafts."""
@@ -214,12 +219,17 @@ class TestFloat32:
     def test_another_draft_takes_over(
         self, gpu: Watched, plain: list[Any], prompts: list[list[int]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
     ) -> None:
-        """In graphs, which were captured on the old one's weights, too."""
-        [before] = gpu.llm.collective_rpc("draft_status")
+        """In graphs, which were captured on the old one's weights, too: parameters stay where they are."""
+        [before] = gpu.llm.collective_rpc("draft_status", args=(True,))
+        places = addresses(gpu)
         version = before["version"] + 1
         path = write_version(MODEL, tmp_path / "draft", version, before["version"], noise=0.5)
         [staged] = gpu.llm.collective_rpc("stage_draft", args=(str(path), version))
-        assert switch_draft(gpu.llm, version)["memory"] == staged["memory"] != before["memory"]
+        switch_draft(gpu.llm, version)
+        [after] = gpu.llm.collective_rpc("draft_status", args=(True,))
+        assert after["memory"] == staged["memory"] != before["memory"]
+        held = gpu.runner.speculator.model.versions.held
+        assert held is not None and all(value.is_cpu for value in held.tensors.values())
         reference, asked, found = Reference(MODEL, oracle(MODEL), path), prompts[:32], []
         for context in (contextlib.nullcontext(), drafted_eagerly(gpu)):
             with context:
@@ -231,7 +241,9 @@ class TestFloat32:
         assert abs(found[0] - found[1]) < 0.05
         switch_draft(gpu.llm, before["version"])
         restored = acceptance(gpu, lambda: generate(gpu.llm, asked, max_tokens=TOKENS))
-        assert gpu.llm.collective_rpc("draft_status")[0]["memory"] == before["memory"] and restored > found[0] + 0.3
+        [again] = gpu.llm.collective_rpc("draft_status", args=(True,))
+        assert again["memory"] == before["memory"] and restored > found[0] + 0.3
+        assert addresses(gpu) == places
 
 
 def test_a_draft_with_fewer_tokens(monkeypatch: pytest.MonkeyPatch) -> None:

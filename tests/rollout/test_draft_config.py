@@ -20,6 +20,7 @@ def settings(**changed: Any) -> Any:
     return SimpleNamespace(
         speculative_config=SimpleNamespace(
             num_speculative_tokens=7,
+            max_num_new_slots_for_drafting=6,
             enable_adaptive_verification=False,
             dspark_draft_topk=None,
             rejection_sample_method="standard",
@@ -58,6 +59,17 @@ def test_every_request_of_a_step_has_room_for_its_draft_on_a_gpu(platform: Any) 
     )
     with pytest.raises(EngineError, match=message):
         draft_config._check(settings(max_num_batched_tokens=699))
+
+
+def test_steps_that_draft_for_some_of_the_requests_only_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    monkeypatch.setattr(draft_config.logger, "warning", lambda text, *values: said.append(text % values))
+    draft_config.warn_of_room(settings(max_num_batched_tokens=1400))
+    assert not said
+    draft_config.warn_of_room(settings(max_num_batched_tokens=1399))
+    [line] = said
+    assert line.startswith("a step drafts for 99 of 100 requests: each takes 14 of max_num_batched_tokens = 1399.")
+    assert "Raise it to 1400 (rollout.max_num_batched_tokens)" in line
 
 
 def test_several_engines_in_one_are_refused(platform: Any) -> None:

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from inkling_rl.engine_args import DRAFT_WORKER
+from rollout.plugin.draft_versions import versions_of
 from tests.rollout.drafting import speculative, switch_draft, watched, write_version
 from tests.rollout.engines import differences, engine, generate, largest_change, random_prompts
 from tests.rollout.test_drafting import INVARIANCE, Reference, check_blocks
@@ -201,6 +202,22 @@ def test_the_way_back_is_to_the_same_bytes(llm: Any, version: Versions) -> None:
     assert ask(llm, "forget_draft", number)["held"] is None
     assert "must be staged before it is switched to; got none staged" in ask(llm, "switch_draft", number)["refused"]
     assert "must not serve to be forgotten" in ask(llm, "forget_draft", number - 1)["refused"]
+
+
+def test_a_switch_that_fails_half_way_shows(llm: Any, version: Versions) -> None:
+    before, draft = ask(llm, "draft_status"), version()
+    number = number_of(draft)
+    ask(llm, "stage_draft", str(draft), number)
+
+    def damage(worker: Any) -> None:
+        tensors = versions_of(worker).held.tensors
+        tensors[list(tensors)[-1]] = torch.zeros(3, 5, 7)
+
+    llm.collective_rpc(damage)
+    assert "size of tensor" in ask(llm, "switch_draft", number)["refused"]
+    after = ask(llm, "draft_status")
+    assert after["version"] == before["version"] and after["memory"] != before["memory"]
+    replace(llm, version())
 
 
 def test_the_same_draft_again_changes_nothing(llm: Any, version: Versions, monkeypatch: Any) -> None:
