@@ -6,7 +6,7 @@ READY := $(VENV)/.ready
 PACKAGES := inkling_rl rollout trainer lora recipes
 FRESH := constraints.txt pyproject.toml Makefile
 
-.PHONY: setup oracles quickstart test test-all lint format bench clean
+.PHONY: setup oracles quickstart test test-all test-exhaustive lint format bench clean
 
 setup: $(READY)
 
@@ -28,7 +28,11 @@ test: $(READY)
 	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
 
 test-all: $(READY)
-	$(BIN)/python -m pytest -m "not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not gpu and not exhaustive" $(ARGS)
+
+# What takes too long for every change: statistics of sampled tokens at full counts, every mode for every sampling.
+test-exhaustive: $(READY)
+	$(BIN)/python -m pytest -m exhaustive $(ARGS)
 
 lint: $(READY)
 	$(BIN)/ruff check .

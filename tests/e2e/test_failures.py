@@ -1,7 +1,8 @@
 """One run that is hit by everything, against one left alone: failures are named, nothing is left, no bit differs.
 
-The engine hangs, the trainer is killed, the engine's core is killed, and each time the run is continued. With one
-sequence at a time in the engine the metrics of all steps must be those of the undisturbed run, bit by bit.
+The engine hangs, the trainer is killed, the engine's core is killed, and each time the run is continued; meanwhile its
+draft is refreshed. With one sequence at a time in the engine the metrics of all steps must be those of the undisturbed
+run, bit by bit.
 """
 
 from __future__ import annotations
@@ -10,25 +11,24 @@ import json
 import os
 import re
 import signal
-import subprocess
-import sys
-import time
-import uuid
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from inkling_rl import metrics
+from inkling_rl.checkpoint.reader import Checkpoint
+from inkling_rl.draft.checkpoint import DraftCheckpoint
 from inkling_rl.recipe import dump
+from tests.e2e.training import RAY_AGENTS, Training, hang, kill_core, kill_trainer, rows
 from tests.trainer.conftest import build_recipe
 
 pytestmark = pytest.mark.timeout(900)
 
-NUM_STEPS = 4
+BASE = "builtin:tiny-arithmetic"
+NUM_STEPS = 5
 PROMPT_LENGTH = 40  # of every sum, rendered
-# Metrics that measure time, or the moment.
-CLOCKS = ("timing/", "time/", "tokens/per_second", "sync/seconds", "trajectory_time", "tokens_per_second")
 
 
 @pytest.fixture(scope="module")
@@ -37,16 +37,17 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     heldout = directory / "heldout.jsonl"
     heldout.write_text("".join(json.dumps({"prompt": f"{n}+{n}", "answer": str(2 * n)}) + "\n" for n in (100, 250)))
     recipe = build_recipe(
-        "builtin:tiny-arithmetic",
+        BASE,
         data={"eval": str(heldout), "max_prompt_length": PROMPT_LENGTH},
-        # No room behind a completion that runs out of tokens.
         rollout={
             "max_num_seqs": 1,
             "max_generate_length": 24,
+            # No room behind a completion that runs out of tokens.
             "max_model_len": PROMPT_LENGTH + 24,
             "request_timeout": 6.0,
+            "draft": {"num_tokens": 7, "refresh": {"interval": 2, "batch_size": 8}},
         },
-        trainer={"num_steps": NUM_STEPS, "train_batch_size": 3, "learning_rate": 1e-3, "eval_interval": 2},
+        trainer={"num_steps": NUM_STEPS, "train_batch_size": 3, "learning_rate": 4e-3, "eval_interval": 2},
         lora={"rank": 8, "targets": ["q", "v"]},
         checkpoint={"interval": 1},
         logging={"runs_dir": str(directory / "runs")},
@@ -56,151 +57,95 @@ def recipe_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
-class Training:
-    """A training process, its console line by line, and everything below it."""
-
-    def __init__(self, *arguments: str) -> None:
-        command = [sys.executable, "-m", "inkling_rl.cli", "train", *arguments]
-        # Whatever is started below it inherits this, whatever group or session it moves to.
-        self.mark = f"INKLING_TEST_RUN={uuid.uuid4().hex}"
-        environment = os.environ | {"PYTHONUNBUFFERED": "1"} | dict([self.mark.split("=")])
-        self.process = subprocess.Popen(
-            command,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env=environment,
-            start_new_session=True,
-        )
-        self.lines: list[str] = []
-        self.engine = 0
-
-    def read(self, until: str | None = None) -> str:
-        """Reads on to a line with `until`, or to the end. Returns everything so far."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line)
-            if found := re.search(r"engine: process (\d+)", line):
-                self.engine = int(found.group(1))
-            if until is not None and until in line:
-                return "".join(self.lines)
-        assert until is None, f"no line with {until!r} in:\n{''.join(self.lines)}"
-        self.process.wait(timeout=60)
-        return "".join(self.lines)
-
-    def engine_processes(self) -> list[int]:
-        return [pid for pid, group, _ in processes() if group == self.engine]
-
-    def assert_nothing_is_left(self) -> None:
-        """Neither engine nor trainer nor Ray; Ray's agents notice the end of their parent with a delay."""
-        deadline = time.monotonic() + 120
-        while time.monotonic() < deadline:
-            left = [(pid, name) for pid, _, name in processes() if self.mark in _environment(pid)]
-            if not left:
-                return
-            time.sleep(0.5)
-        raise AssertionError(f"left: {left}")
-
-
-def processes() -> list[tuple[int, int, str]]:
-    """Pid, group and command line of every running process."""
-    found = []
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        try:
-            state, _, group = stat.read_text().rpartition(")")[2].split()[:3]
-            name = (stat.parent / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-        except (OSError, ValueError):
-            continue
-        if state not in ("Z", "X"):
-            found.append((int(stat.parent.name), int(group), name))
-    return found
-
-
-def _environment(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/environ").read_bytes().decode(errors="replace")
-    except OSError:
-        return ""
-
-
-def rows(run: Path) -> list[dict[str, Any]]:
-    lines = (run / "metrics.jsonl").read_text().splitlines()
-    return [{k: v for k, v in json.loads(line).items() if not any(c in k for c in CLOCKS)} for line in lines]
-
-
-def hang(training: Training) -> None:
-    for pid in training.engine_processes():
-        os.kill(pid, signal.SIGSTOP)
-
-
-def kill_core(training: Training) -> None:
-    (core,) = (pid for pid, group, name in processes() if group == training.engine and "EngineCore" in name)
-    os.kill(core, signal.SIGKILL)
-
-
-def kill_trainer(training: Training) -> None:
-    os.kill(training.process.pid, signal.SIGKILL)
-
-
-def disturb(arguments: list[str], after: str, how: Callable[[Training], None]) -> tuple[int, str]:
-    """Runs until a line, does something to it, and returns exit status and console."""
-    training = Training(*arguments)
-    training.read(after)
-    how(training)
-    console = training.read()
-    training.assert_nothing_is_left()
-    return training.process.returncode, console
-
-
-def test_a_run_that_everything_happens_to_equals_one_left_alone(recipe_file: Path) -> None:
-    alone, hit = (recipe_file.parent / "runs" / name for name in ("alone", "hit"))
+@pytest.fixture(scope="module")
+def alone(recipe_file: Path) -> Path:
     training = Training(str(recipe_file), "-s", "logging.run_name=alone")
     console = training.read()
     assert training.process.returncode == 0, console
     assert re.search(rf"result: {NUM_STEPS} steps, held-out \d\.\d+ -> \d\.\d+", console)
+    assert console.count("draft 2: loss ") == console.count("draft 3: loss ") == 1
     training.assert_nothing_is_left()
+    return recipe_file.parent / "runs" / "alone"
 
-    status, console = disturb([str(recipe_file), "-s", "logging.run_name=hit"], f"step 1/{NUM_STEPS}", hang)
-    assert status == 1
+
+def disturb(arguments: list[str], after: str, how: Callable[[Training], None]) -> tuple[Training, str]:
+    """Runs until a line, does something to it, and returns it with its console."""
+    training = Training(*arguments)
+    training.read(after)
+    how(training)
+    console = training.read()
+    training.assert_nothing_is_left(but=RAY_AGENTS)
+    return training, console
+
+
+def test_a_run_that_everything_happens_to_equals_one_left_alone(recipe_file: Path, alone: Path) -> None:
+    hit = alone.with_name("hit")
+    stuck, console = disturb([str(recipe_file), "-s", "logging.run_name=hit"], f"step 1/{NUM_STEPS}", hang)
+    assert stuck.process.returncode == 1
     assert "rollout.request_timeout = 6 s" in console and "It hangs" in console
     assert f"--resume {hit}" in console
 
-    status, console = disturb(["--resume", str(hit)], f"step 2/{NUM_STEPS}", kill_trainer)
-    assert status == -signal.SIGKILL
+    # In the middle of a refresh, or of what follows.
+    killed, console = disturb(["--resume", str(hit)], f"step 2/{NUM_STEPS}", kill_trainer)
+    assert killed.process.returncode == -signal.SIGKILL
 
-    status, console = disturb(["--resume", str(hit)], f"step 3/{NUM_STEPS}", kill_core)
-    assert status == 1
+    # Draft 2 serves, and the completions of step 3 wait for the refresh after step 4.
+    headless, console = disturb(["--resume", str(hit)], f"step 3/{NUM_STEPS}", kill_core)
+    assert headless.process.returncode == 1
     assert "the engine's core process ended without a word" in console and "engine.log" in console
 
     training = Training("--resume", str(hit))
     console = training.read()
     assert training.process.returncode == 0, console
-    training.assert_nothing_is_left()
+    for ended in (stuck, killed, headless, training):
+        ended.assert_nothing_is_left()
 
     expected = rows(alone)
     assert [row["step"] for row in expected] == list(range(NUM_STEPS + 1))
     assert rows(hit) == expected
-    samples = [(run / "samples.jsonl").read_text() for run in (alone, hit)]
-    assert samples[0] == samples[1]
-    states = [(run / "checkpoints" / f"step-{NUM_STEPS}" / "run.json").read_text() for run in (alone, hit)]
-    assert states[0] == states[1]
-    weights = [
-        (run / "checkpoints" / f"step-{NUM_STEPS}" / "adapter" / "adapter_model.safetensors").read_bytes()
-        for run in (alone, hit)
-    ]
-    assert weights[0] == weights[1]
+    assert (alone / "samples.jsonl").read_bytes() == (hit / "samples.jsonl").read_bytes()
+    last = [run / "checkpoints" / f"step-{NUM_STEPS}" for run in (alone, hit)]
+    for name in ("run.json", "adapter/adapter_model.safetensors", "draft_completions.jsonl", "draft_training.pt"):
+        assert (last[0] / name).read_bytes() == (last[1] / name).read_bytes(), name
+    assert sorted(os.listdir(last[0] / "draft")) == sorted(os.listdir(last[1] / "draft"))
+    for file in (last[0] / "draft").iterdir():
+        assert file.read_bytes() == (last[1] / "draft" / file.name).read_bytes(), file.name
 
 
-def test_what_a_run_leaves_behind(recipe_file: Path) -> None:
-    """Depends on the run of the test above."""
-    run = recipe_file.parent / "runs" / "alone"
-    last = rows(run)[-1]
-    assert {"reward/mean", "eval/score", "eval/greedy_score", "mismatch/kl", "mismatch/abs_logprob_diff"} <= last.keys()
-    assert {"sync/bytes", "tokens/generated", "policy_version", "mismatch/probe"} <= last.keys()
+def test_what_a_run_leaves_behind(alone: Path) -> None:
+    last = rows(alone)[-1]
+    assert {"reward/mean", "mismatch/kl", "mismatch/abs_logprob_diff", "mismatch/probe"} <= last.keys()
+    assert {"sync/bytes", "tokens/generated", "policy_version"} <= last.keys()
+    assert {"eval/score", "eval/greedy_score"} <= rows(alone)[4].keys()
     assert last["policy_version"] == NUM_STEPS - 1
     assert 0 < last["mismatch/abs_logprob_diff"] < 1e-5
-    versions = [json.loads(line)["policy_version"] for line in (run / "samples.jsonl").read_text().splitlines()]
+    versions = [json.loads(line)["policy_version"] for line in (alone / "samples.jsonl").read_text().splitlines()]
     assert sorted(set(versions)) == list(range(NUM_STEPS))
-    assert (run / "checkpoints" / "latest").read_text() == f"step-{NUM_STEPS}\n"
-    assert sorted(path.name for path in (run / "checkpoints").iterdir()) == ["latest", "step-3", "step-4"]
-    assert (run / "recipe.yaml").is_file()
+    assert (alone / "checkpoints" / "latest").read_text() == f"step-{NUM_STEPS}\n"
+    assert sorted(path.name for path in (alone / "checkpoints").iterdir()) == ["latest", "step-4", "step-5"]
+    assert (alone / "recipe.yaml").is_file()
+
+
+def test_versions_of_the_draft_advance_and_the_engine_drafts_with_the_newest(alone: Path) -> None:
+    steps = rows(alone)[1:]
+    # The shipped draft is version 1; drafts 2 and 3 are published after steps 2 and 4.
+    assert [row[metrics.DRAFT_VERSION_SERVED] for row in steps] == [1, 1, 2, 2, 3]
+    assert [row.get(metrics.DRAFT_VERSION) for row in steps] == [None, 2, None, 3, None]
+    for row in steps[1::2]:
+        assert 0 < row[metrics.DRAFT_LOSS] < 3
+        assert 1 < row[metrics.DRAFT_LENGTH_BEFORE] < row[metrics.DRAFT_LENGTH] < 8
+    assert all(row[metrics.ACCEPTANCE_LENGTH] > 1 for row in steps)
+    assert sorted(path.name for path in (alone / "drafts").iterdir()) == ["draft-2", "draft-3"]
+    served = alone / "checkpoints" / f"step-{NUM_STEPS}" / "draft"
+    manifest = json.loads((served / "draft.json").read_text())
+    assert (manifest["version"], manifest["parent_version"]) == (3, 2)
+    assert manifest["training"]["policy_version"] == 4
+    # Two steps of three prompts, four completions each; those of a single token have nothing to predict.
+    assert 20 <= manifest["training"]["num_completions"] <= 24
+    last, before = tensors(served), tensors(alone / "drafts" / "draft-2")
+    # In bfloat16 a weight that moved by less than half of its last bit stands still.
+    assert sum(not value.equal(before[name]) for name, value in last.items()) > 0.8 * len(last)
+
+
+def tensors(draft: Path) -> dict[str, Any]:
+    return dict(DraftCheckpoint.open(draft, Checkpoint.open(BASE).config).tensors())

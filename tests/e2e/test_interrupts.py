@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from inkling_rl.recipe import dump
-from tests.e2e.test_failures import Training
+from tests.e2e.training import Training
 from tests.trainer.conftest import build_recipe
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]

@@ -18,6 +18,9 @@ from inkling_rl.metrics import ACCEPTANCE_AT, ACCEPTANCE_LENGTH, EVAL_GREEDY_SCO
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
+SHORT = ("trainer.num_steps=2", "trainer.train_batch_size=8", "data.eval=null")
+
+
 def train(directory: Path, *overrides: str) -> list[dict[str, Any]]:
     """Runs the quick start into `directory/run` and returns the rows of its metrics."""
     settings = [f"logging.runs_dir={directory}", "logging.run_name=run", *overrides]
@@ -38,6 +41,7 @@ def test_the_held_out_score_rises_and_the_adapter_travels(tmp_path: Path) -> Non
     rows = train(tmp_path, "trainer.seed=1")
     held_out = scores(rows)
     assert 0.2 <= held_out[0] <= 0.6
+    assert held_out[1] - held_out[0] >= 0.1
     assert held_out[-1] - held_out[0] >= 0.3
     assert scores(rows, EVAL_GREEDY_SCORE)[-1] > scores(rows, EVAL_GREEDY_SCORE)[0]
     samples = [json.loads(line) for line in (tmp_path / "run" / "samples.jsonl").read_text().splitlines()]
@@ -47,14 +51,13 @@ def test_the_held_out_score_rises_and_the_adapter_travels(tmp_path: Path) -> Non
 
 
 def test_engine_and_trainer_agree_in_bfloat16(tmp_path: Path) -> None:
-    settings = ["model.dtype=bfloat16", "trainer.num_steps=2", "data.eval=null", "trainer.seed=2"]
-    rows = train(tmp_path, *settings)
+    rows = train(tmp_path, "model.dtype=bfloat16", "trainer.seed=2", *SHORT)
     assert rows[0]["policy_version"] == 0
     assert 0.0 < rows[0]["mismatch/abs_logprob_diff"] < 5e-3
 
 
 def test_drafted_rollouts_agree_with_the_trainer_and_say_how_well_they_are_drafted(tmp_path: Path) -> None:
-    rows = train(tmp_path, "rollout.draft.num_tokens=7", "trainer.num_steps=2", "data.eval=null", "trainer.seed=3")
+    rows = train(tmp_path, "rollout.draft.num_tokens=7", "trainer.seed=3", *SHORT)
     assert rows[0]["mismatch/abs_logprob_diff"] < 1e-5
     accepted = [[row[f"{ACCEPTANCE_AT}{position}"] for position in range(1, 8)] for row in rows[:2]]
     for row, positions in zip(rows, accepted, strict=False):
@@ -65,10 +68,12 @@ def test_drafted_rollouts_agree_with_the_trainer_and_say_how_well_they_are_draft
 
 
 def test_rewards_that_say_nothing_teach_nothing(tmp_path: Path) -> None:
+    """In half of the steps; with the real rewards the score rises by 0.2 in a third of them."""
     data = tmp_path / "coin.jsonl"
     rows = [row | {"coin": True} for row in arithmetic.rows("train")]
     data.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    held_out = scores(train(tmp_path, f"data.train={data}", "environment.name=tests.e2e.environments:CoinWhereTold"))
+    settings = (f"data.train={data}", "environment.name=tests.e2e.environments:CoinWhereTold")
+    held_out = scores(train(tmp_path, *settings, "trainer.num_steps=9", "trainer.eval_interval=9"))
     assert held_out[-1] - held_out[0] < 0.05
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -294,25 +294,50 @@ def test_what_a_draft_excludes_is_refused_at_the_start(tiny_checkpoint: Path, tm
 
 @pytest.mark.slow
 @pytest.mark.timeout(1200)
-@pytest.mark.parametrize("sampling", ["probabilistic", "greedy"])
-def test_two_hundred_prompts_in_every_mode(tiny_checkpoint: Path, tmp_path: Path, sampling: str) -> None:
+class TestTwoHundredPrompts:
     """Cold, cached, chunked, preempted, with adapters: every token and log-probability is that of an engine without."""
-    lengths = torch.randint(1, 150, (200,), generator=torch.Generator().manual_seed(1)).tolist()
-    prompts = random_prompts(lengths, seed=30)
-    make_adapter(tiny_checkpoint, tmp_path / "a", 1)
-    loras = [request("a", 1, tmp_path / "a") if index % 2 else None for index in range(200)]
-    adapters = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
-    with engine(tiny_checkpoint, **adapters) as llm:
-        expected = generate(llm, prompts, max_tokens=40)
-        adapted = generate(llm, prompts, lora=loras, max_tokens=40)
-    drafting = {"speculative_config": speculative(tiny_checkpoint, sampling)}
-    with engine(tiny_checkpoint, **adapters, **drafting) as llm:
-        for _ in range(2):
-            assert largest_change(expected, generate(llm, prompts, max_tokens=40)) <= INVARIANCE
-        assert largest_change(adapted, generate(llm, prompts, lora=loras, max_tokens=40)) <= INVARIANCE
-    small = {"max_model_len": 256, "max_num_batched_tokens": 64, "max_num_seqs": 8, "num_gpu_blocks_override": 74}
-    with engine(tiny_checkpoint, **small, **drafting) as llm:
-        assert largest_change(expected, generate(llm, prompts, max_tokens=40)) <= INVARIANCE
+
+    ADAPTERS: ClassVar[dict[str, Any]] = {"enable_lora": True, "max_loras": 2, "max_lora_rank": 8}
+    SMALL: ClassVar[dict[str, Any]] = {
+        "max_model_len": 256,
+        "max_num_batched_tokens": 64,
+        "max_num_seqs": 8,
+        "num_gpu_blocks_override": 74,
+    }
+
+    @pytest.fixture(scope="class")
+    def prompts(self) -> list[list[int]]:
+        lengths = torch.randint(1, 150, (200,), generator=torch.Generator().manual_seed(1)).tolist()
+        return random_prompts(lengths, seed=30)
+
+    @pytest.fixture(scope="class")
+    def loras(self, tiny_checkpoint: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Any]:
+        path = tmp_path_factory.mktemp("adapters") / "a"
+        make_adapter(tiny_checkpoint, path, 1)
+        return [request("a", 1, path) if index % 2 else None for index in range(200)]
+
+    @pytest.fixture(scope="class")
+    def expected(self, tiny_checkpoint: Path, prompts: list[list[int]], loras: list[Any]) -> list[list[Any]]:
+        """Without a draft, without adapters and with."""
+        with engine(tiny_checkpoint, **self.ADAPTERS) as llm:
+            return [generate(llm, prompts, lora=lora, max_tokens=40) for lora in (None, loras)]
+
+    @pytest.mark.parametrize("sampling", ["probabilistic", pytest.param("greedy", marks=pytest.mark.exhaustive)])
+    def test_in_every_mode(
+        self,
+        tiny_checkpoint: Path,
+        prompts: list[list[int]],
+        loras: list[Any],
+        expected: list[list[Any]],
+        sampling: str,
+    ) -> None:
+        drafting = {"speculative_config": speculative(tiny_checkpoint, sampling)}
+        with engine(tiny_checkpoint, **self.ADAPTERS, **drafting) as llm:
+            for lora, outputs in ((None, expected[0]), (None, expected[0]), (loras, expected[1])):
+                got = generate(llm, prompts, lora=lora, max_tokens=40)
+                assert largest_change(outputs, got) <= INVARIANCE
+        with engine(tiny_checkpoint, **self.SMALL, **drafting) as llm:
+            assert largest_change(expected[0], generate(llm, prompts, max_tokens=40)) <= INVARIANCE
 
 
 @pytest.mark.parametrize("changes", [{"num_hidden_layers": 1}, {"num_hidden_layers": 3, "num_key_value_heads": 4}])

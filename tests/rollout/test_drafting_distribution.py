@@ -27,6 +27,9 @@ DIGITS = tuple(range(48, 58))
 TESTED = (2, 4)
 """Which generated tokens are looked at."""
 
+NUMBERS = (10_000, pytest.param(100_000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3000)]))
+"""Of completions drawn."""
+
 LEVEL = 0.01
 PREFIXES = random_prompts((12, 40), seed=20)
 
@@ -124,27 +127,27 @@ def test_a_sampler_that_skips_the_residual_is_found_out(
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("prefix", range(len(PREFIXES)))
-def test_a_hundred_thousand_draws(
-    llm: Any, tiny_oracle: Any, monkeypatch: pytest.MonkeyPatch, prefix: int, temperature: float
+def test_many_draws(
+    llm: Any, tiny_oracle: Any, monkeypatch: pytest.MonkeyPatch, prefix: int, temperature: float, number: int
 ) -> None:
-    number, num_tests = 100_000, len(TESTED) * len(PREFIXES) * 2
+    num_tests = len(TESTED) * len(PREFIXES) * 2
     kinds = Kinds().watch(monkeypatch)
     assert min(p_values(llm, tiny_oracle, PREFIXES[prefix], temperature, number)) > LEVEL / num_tests
     assert min(kinds.accepted, kinds.recovered, kinds.bonus) > number // 10
 
 
 @pytest.mark.slow
-@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("number", NUMBERS)
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_a_hundred_thousand_draws_with_the_shipped_draft(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_many_draws_with_the_shipped_draft(temperature: float, number: int, monkeypatch: pytest.MonkeyPatch) -> None:
     path = resolve("builtin:tiny-arithmetic")
     [prefix] = prompts(str(path), 1)
     arguments = {"max_model_len": 64, "max_num_seqs": 256, "max_num_batched_tokens": 4096}
     with engine(path, **arguments, speculative_config=speculative(path)) as llm:
         kinds = Kinds().watch(monkeypatch)
-        found = p_values(llm, oracle(path), prefix, temperature, 100_000, DIGITS)
+        found = p_values(llm, oracle(path), prefix, temperature, number, DIGITS)
     assert min(found) > LEVEL / (2 * len(TESTED))
-    assert min(kinds.accepted, kinds.recovered) > 10_000
+    assert min(kinds.accepted, kinds.recovered) > number // 10

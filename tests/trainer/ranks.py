@@ -18,8 +18,12 @@ def main(rank: int, world_size: int, port: int, stage: int, checkpoint: str, out
     from tests.trainer.conftest import build_recipe
     from tests.trainer.test_worker import batch
     from trainer import skyrl_config
+    from trainer.draft import losses, teacher_forcing
     from trainer.worker import PolicyWorkerCore
 
+    # Less than the blocks of two anchors: every micro-batch of the draft takes several pieces, and under ZeRO-3 all
+    # ranks gather the target's head for each of them.
+    losses.MAX_LOGITS, teacher_forcing.MAX_SCORES = 512 * 10, 1 << 12
     recipe = build_recipe(
         Path(checkpoint),
         trainer={"zero_stage": stage, "num_gpus_per_node": world_size},
