@@ -8,14 +8,12 @@ import pytest
 import torch
 
 from tests.trainer.test_draft_training import (
-    COEFFICIENTS,
     SHAPE,
     all_anchors,
     batched_loss,
     blocks_of,
     exact_target,
     exact_weights,
-    gradients,
     largest_difference,
     small_target,
     three_completions,
@@ -25,10 +23,9 @@ from tests.trainer.test_draft_training import (
 from trainer.draft import losses, teacher_forcing
 from trainer.draft.completions import Completion
 from trainer.draft.loop import Share
-from trainer.draft.losses import score
 from trainer.draft.model import BlockDraft
 from trainer.draft.target import Target
-from trainer.draft.teacher_forcing import passes
+from trainer.draft.teacher_forcing import forward, passes
 
 
 @pytest.fixture(scope="module")
@@ -59,12 +56,12 @@ def test_logits_in_pieces_change_nothing(
 ) -> None:
     blocks = blocks_of(completions, all_anchors(completions))
     one, other = trainable(weights), trainable(weights)
-    whole = batched_loss(target, one, blocks)
-    whole_gradients = gradients(whole, one)
+    total = blocks.weights.sum()
+    whole, expected = batched_loss(target, one, [forward(BlockDraft(SHAPE, one), target, blocks)], total)
     monkeypatch.setattr(losses, "MAX_LOGITS", 14 * 512)
-    pieces = batched_loss(target, other, blocks)
-    assert abs(float((whole - pieces).detach())) < 1e-12
-    assert largest_difference(gradients(pieces, other), whole_gradients) < 1e-9
+    pieces, found = batched_loss(target, other, [forward(BlockDraft(SHAPE, other), target, blocks)], total)
+    assert abs(float(whole - pieces)) < 1e-12
+    assert largest_difference(found, expected) < 1e-9
 
 
 @pytest.mark.parametrize(("blocks_each", "num_parts"), [(29 * 2, 2), (29, 3), (10, 9)])
@@ -79,18 +76,15 @@ def test_blocks_in_parts_change_nothing(
     """Two completions at a time, one, and a third of one."""
     blocks = blocks_of(completions, all_anchors(completions))
     one, other = trainable(weights), trainable(weights)
-    whole = batched_loss(target, one, blocks)
+    total = blocks.weights.sum()
+    whole, expected = batched_loss(target, one, [forward(BlockDraft(SHAPE, one), target, blocks)], total)
     per_block = SHAPE.num_heads * 7 * (blocks.tokens.shape[1] + 7)
     monkeypatch.setattr(teacher_forcing, "MAX_SCORES", blocks_each * per_block)
-    markov = "markov_head.markov_w2.weight"
-    found = [
-        score(scored, target.logits, other[markov], SHAPE.block_size)
-        for _, scored in passes(BlockDraft(SHAPE, other), target, blocks)
-    ]
-    assert len(found) == num_parts
-    pieces = sum(COEFFICIENTS.total(summed) for summed in found) / blocks.weights.sum()
-    assert isinstance(pieces, torch.Tensor) and abs(float((whole - pieces).detach())) < 1e-12
-    assert largest_difference(gradients(pieces, other), gradients(whole, one)) < 1e-9
+    cut = [scored for _, scored in passes(BlockDraft(SHAPE, other), target, blocks)]
+    assert len(cut) == num_parts
+    pieces, found = batched_loss(target, other, cut, total)
+    assert abs(float(whole - pieces)) < 1e-12
+    assert largest_difference(found, expected) < 1e-9
 
 
 def test_ranks_run_the_target_equally_often_and_add_up_to_one(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
@@ -14,7 +14,7 @@ from inkling_rl.draft.reference import ReferenceDraft
 from inkling_rl.draft.shape import PREFIX, DraftShape
 from trainer.draft.completions import Blocks, Completion, make_blocks, sample_anchors
 from trainer.draft.loop import Masters, Plan, Share, StepResult, Training, save_state
-from trainer.draft.losses import Coefficients, decay, score
+from trainer.draft.losses import Coefficients, Scored, backward, decay
 from trainer.draft.model import BlockDraft, new_weights
 from trainer.draft.target import States, Target
 from trainer.draft.teacher_forcing import forward
@@ -140,14 +140,19 @@ def padded(target: Target) -> Callable[[torch.Tensor], torch.Tensor]:
     return logits
 
 
-def batched_loss(target: Target, weights: dict[str, torch.Tensor], blocks: Blocks) -> torch.Tensor:
-    scored = forward(BlockDraft(SHAPE, weights), target, blocks)
-    summed = score(scored, target.logits, weights["markov_head.markov_w2.weight"], SHAPE.block_size)
-    return COEFFICIENTS.total(summed) / blocks.weights.sum()
-
-
-def gradients(loss: torch.Tensor, weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    return dict(zip(weights, torch.autograd.grad(loss, list(weights.values())), strict=True))
+def batched_loss(
+    target: Target, weights: dict[str, torch.Tensor], parts: Iterable[Scored], total: torch.Tensor
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Loss and gradients of rows, some at a time."""
+    loss, markov = torch.zeros((), dtype=torch.float64), weights["markov_head.markov_w2.weight"]
+    for scored in parts:
+        summed = backward(
+            scored, target.logits, markov, SHAPE.block_size, lambda losses: COEFFICIENTS.total(losses) / total
+        )
+        loss += COEFFICIENTS.total(summed) / total
+    found = {name: value.grad for name, value in weights.items() if value.grad is not None}
+    assert found.keys() == weights.keys()
+    return loss, found
 
 
 def largest_difference(first: dict[str, torch.Tensor], second: dict[str, torch.Tensor]) -> float:
@@ -192,10 +197,13 @@ def test_loss_and_gradients_of_a_padded_batch_are_those_of_the_papers_formula(
     anchors = [sample_anchors(completion, 3, n) for n, completion in enumerate(completions)]
     assert [len(a) for a in anchors] == [3, 1, 3]
     one, other = trainable(weights), trainable(weights)
-    found = batched_loss(target, one, blocks_of(completions, anchors))
+    blocks = blocks_of(completions, anchors)
+    scored = forward(BlockDraft(SHAPE, one), target, blocks)
+    found, found_gradients = batched_loss(target, one, [scored], blocks.weights.sum())
     expected = reference_loss(target, other, completions, anchors)
-    assert abs(float((found - expected).detach())) < 1e-10 and 0.5 < float(expected.detach()) < 10
-    assert largest_difference(gradients(found, one), gradients(expected, other)) < 1e-8
+    assert abs(float(found - expected.detach())) < 1e-10 and 0.5 < float(expected.detach()) < 10
+    expected_gradients = dict(zip(other, torch.autograd.grad(expected, list(other.values())), strict=True))
+    assert largest_difference(found_gradients, expected_gradients) < 1e-8
 
 
 def test_a_block_sees_nothing_from_its_anchor_on_but_the_anchor(

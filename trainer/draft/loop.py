@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from trainer.draft.completions import Blocks, Completion, make_blocks, sample_anchors
-from trainer.draft.losses import Coefficients, decay, score
+from trainer.draft.losses import Coefficients, backward, decay
 from trainer.draft.model import BlockDraft
 from trainer.draft.target import Target
 from trainer.draft.teacher_forcing import passes
@@ -189,12 +189,14 @@ class Training:
         accepted_B = torch.zeros(shape.block_size)
         for blocks in self.share.of(batches):
             for _, scored in passes(self.draft, self.target, blocks.to(self.target.device)):
-                losses = score(
-                    scored, self.target.logits, self.draft.weights["markov_head.markov_w2.weight"], shape.block_size
+                losses = backward(
+                    scored,
+                    self.target.logits,
+                    self.draft.weights["markov_head.markov_w2.weight"],
+                    shape.block_size,
+                    lambda losses: plan.coefficients.total(losses) / total,
                 )
-                loss = plan.coefficients.total(losses) / total
-                loss.backward()
-                sums += torch.stack([loss * total, *losses[:3]]).detach().float().cpu()
+                sums += torch.stack([plan.coefficients.total(losses), *losses[:3]]).float().cpu()
                 accepted_B += losses.acceptance.float().cpu()
         gradients = [value.grad for value in self.draft.weights.values() if value.grad is not None]
         self.share.add_up([*gradients, sums, accepted_B])

@@ -22,7 +22,6 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils.checkpoint import checkpoint
 
 # Logits of one distribution that exist at once: 2^27 float32 are 0.5 GiB, and about six such tensors live in a piece.
 MAX_LOGITS = 1 << 27
@@ -78,26 +77,40 @@ def decay(block_size: int, gamma: float, device: torch.device | str = "cpu") -> 
     return torch.exp(-torch.arange(block_size, dtype=torch.float32, device=device) / gamma)
 
 
-def score(
-    rows: Scored, target_logits: Callable[[torch.Tensor], torch.Tensor], markov_w2_VR: torch.Tensor, block_size: int
+def backward(
+    rows: Scored,
+    target_logits: Callable[[torch.Tensor], torch.Tensor],
+    markov_w2_VR: torch.Tensor,
+    block_size: int,
+    objective: Callable[[Losses], torch.Tensor],
 ) -> Losses:
-    """Sums of the terms over rows, a piece of them at a time; a piece's logits are made again for its gradient.
+    """Sums of the terms over rows, and gradients of what is made of them, which are added up where the weights are.
+
+    A piece of the rows at a time goes from logits to the gradient of the rows themselves, and only then all of them to
+    the draft's weights: logits of one piece exist at once, nothing is computed twice, and the target's head, whose
+    weight may be spread over ranks, runs forward and backward one piece after the other.
 
     Args:
         rows: M a multiple of `block_size`.
         target_logits: the target's head with its softcap, [M, H] to float32 [M, V].
         markov_w2_VR: the padded vocabulary's rows may follow; they are never sampled.
         block_size: B.
+        objective: linear in the first three terms.
+
+    Returns:
+        The sums, without gradients.
     """
-    parts = list(pieces(rows, len(markov_w2_VR), multiple=block_size))
-
-    def run(*piece: torch.Tensor | None) -> Losses:
-        return _score(Scored(*piece), target_logits, markov_w2_VR, block_size)  # type: ignore[arg-type]
-
-    if len(parts) == 1:
-        return run(*parts[0])
-    summed = [checkpoint(run, *part, use_reentrant=False) for part in parts]
-    return Losses(*(torch.stack(terms).sum(0) for terms in zip(*summed, strict=True)))
+    names = [name for name in ("hidden", "features", "confidence") if getattr(rows, name) is not None]
+    sums, gradients = [], []
+    for piece in pieces(rows, len(markov_w2_VR), multiple=block_size):
+        leaves = {name: getattr(piece, name).detach().requires_grad_() for name in names}
+        losses = _score(piece._replace(**leaves), target_logits, markov_w2_VR, block_size)
+        objective(losses).backward()
+        sums.append([term.detach() for term in losses])
+        gradients.append([leaf.grad for leaf in leaves.values()])
+    whole = [torch.cat(parts) for parts in zip(*gradients, strict=True)]
+    torch.autograd.backward([getattr(rows, name) for name in names], whole)
+    return Losses(*(torch.stack(terms).sum(0) for terms in zip(*sums, strict=True)))
 
 
 def pieces(rows: Scored, vocabulary: int, multiple: int = 1) -> Iterator[Scored]:
