@@ -27,6 +27,8 @@ ATTENTION_LIMITS = {torch.float32: 1e-4, torch.bfloat16: 3e-2}
 
 # (tokens already there, tokens of this step): new, decoding, second token, across a page, as padding of a graph.
 STEP = ((0, 3), (70, 1), (1, 1), (6, 4), (0, 0))
+LONG_STEP = ((5, 300),)
+"""With more rows than a GPU runs programs at once: some take several."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -198,7 +200,7 @@ def _conv_mix(sizes: Sizes) -> Iterator[Trial]:
     is_full = any(kind.window is None for kind in sizes.attention)
     # Few rows and many are kernels of their own; where a block opens, nothing is added.
     kinds = [(queries, opens) for queries, opens in ((1, False), (1, True), (3, False)) if is_full or queries == 1]
-    for (queries, opens), step in product(kinds, (STEP, ((5, 300),))):
+    for (queries, opens), step in product(kinds, (STEP, LONG_STEP)):
         draw = _Draw()
         batch, rows = _batch(step, sizes.conv_page)
         state = draw(int(batch.block_table.max()) + 1, sizes.conv_page, sizes.hidden, dtype=sizes.state_dtype)

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from inkling_rl.native import KERNELS_ENV
-from rollout.kernels import cuda, fallback
+from rollout.kernels import cuda, fallback, trials
 from rollout.kernels.cuda import FALLBACKS, KernelError, Kernels
 from rollout.kernels.draft_trials import DRAFT_TRIALS
 from rollout.kernels.expert_trials import EXPERT_TRIALS
@@ -74,6 +74,7 @@ def test_triton_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
     from tests.rollout.test_triton_router import products_of_bfloat16
 
     monkeypatch.setattr(triton_decode, "_multiprocessors", lambda device: 2)
+    monkeypatch.setattr(trials, "LONG_STEP", ((5, 70),))  # its rows one after the other
     # Without this the interpreter multiplies bfloat16 numbers as integers, and the trial says so.
     kernel, reason = cuda._try("route", CPU, SIZES)
     assert kernel is not None and reason is not None and "computes something else" in reason
