@@ -25,7 +25,7 @@ quickstart: $(READY)
 	@$(BIN)/inkling-rl train quickstart.yaml $(ARGS)
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not slow and not gpu" $(ARGS)
+	$(BIN)/python -m pytest -m "not slow and not exhaustive and not gpu" $(ARGS)
 
 test-all: $(READY)
 	$(BIN)/python -m pytest -m "not gpu and not exhaustive" $(ARGS)

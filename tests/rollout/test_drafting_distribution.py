@@ -27,7 +27,7 @@ DIGITS = tuple(range(48, 58))
 TESTED = (2, 4)
 """Which generated tokens are looked at."""
 
-NUMBERS = (10_000, pytest.param(100_000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3000)]))
+NUMBERS = (5_000, pytest.param(100_000, marks=[pytest.mark.exhaustive, pytest.mark.timeout(3000)]))
 """Of completions drawn."""
 
 LEVEL = 0.01

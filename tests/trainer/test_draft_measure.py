@@ -152,7 +152,8 @@ def test_pieces_of_rows_and_parts_of_blocks_change_nothing(monkeypatch: pytest.M
     assert (cut.num_steps, cut.num_completions) == (pytest.approx(whole.num_steps, rel=1e-6), 8)
 
 
-@pytest.mark.slow
+@pytest.mark.exhaustive
+@pytest.mark.timeout(1200)
 def test_the_shipped_draft_emits_three_tokens_a_step_over_2000_steps(capsys: pytest.CaptureFixture[str]) -> None:
     computed, simulated, error, steps = compare(num_measured=512, num_simulated=400)
     with capsys.disabled():
