@@ -78,6 +78,7 @@ def disturb(arguments: list[str], after: str, how: Callable[[Training], None]) -
     return training, console
 
 
+@pytest.mark.slow
 def test_a_run_that_everything_happens_to_equals_one_left_alone(recipe_file: Path, alone: Path) -> None:
     hit = alone.with_name("hit")
     stuck, console = disturb([str(recipe_file), "-s", "logging.run_name=hit"], f"step 1/{NUM_STEPS}", hang)

@@ -87,6 +87,7 @@ def test_triton_kernels_pass(monkeypatch: pytest.MonkeyPatch) -> None:
         assert kernel is not None and reason is None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="starts the process that it is")
 def test_triton_kernels_pass_on_the_interpreter() -> None:
     run = subprocess.run(

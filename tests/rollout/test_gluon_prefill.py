@@ -146,6 +146,7 @@ def test_maxima_that_move(on_torch: None) -> None:
         assert relative_error(got, exact(inputs)) < 2e-2
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 def test_values_without_a_device() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

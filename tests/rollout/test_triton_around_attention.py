@@ -37,6 +37,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_parity_under_the_interpreter() -> None:
     files = [f"{HERE}/test_triton_{noun}.py" for noun in ("conv_mix", "preparation", "router", "activation", "linear")]
     run = subprocess.run(

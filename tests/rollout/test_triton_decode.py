@@ -120,6 +120,7 @@ def test_a_step_without_rows() -> None:
     assert triton_decode.attention(*arguments, max_queries=1).shape == (0, 192)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 def test_values_on_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

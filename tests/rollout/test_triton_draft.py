@@ -171,6 +171,7 @@ def test_logits(dtype: torch.dtype, num_rows: int, rank: int, vocabulary: int) -
         check(lambda base: base.new_zeros(num_rows, 600)[:, :vocabulary])
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="this is the process that it starts")
 def test_values_on_the_interpreter() -> None:
     environment = os.environ | {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}

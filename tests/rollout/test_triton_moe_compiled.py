@@ -27,6 +27,7 @@ TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
 HERE = Path(__file__).parent
 
 
+@pytest.mark.slow
 def test_parity_under_the_interpreter() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{HERE}/test_triton_moe.py"],

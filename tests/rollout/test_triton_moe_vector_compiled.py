@@ -34,6 +34,7 @@ HERE = Path(__file__).parent
 LANE = np.arange(32)
 
 
+@pytest.mark.slow
 def test_parity_under_the_interpreter() -> None:
     run = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", f"{HERE}/test_triton_moe_vector.py"],

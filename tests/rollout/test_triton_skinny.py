@@ -42,6 +42,7 @@ def matrix_unit(monkeypatch: pytest.MonkeyPatch) -> None:
         products_of_bfloat16.__wrapped__(monkeypatch)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(INTERPRETED, reason="starts the process that it is")
 def test_parity_under_the_interpreter() -> None:
     run = subprocess.run(
