@@ -18,9 +18,6 @@ from inkling_rl.metrics import ACCEPTANCE_AT, ACCEPTANCE_LENGTH, EVAL_GREEDY_SCO
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 
-SHORT = ("trainer.num_steps=2", "trainer.train_batch_size=8", "data.eval=null")
-
-
 def train(directory: Path, *overrides: str) -> list[dict[str, Any]]:
     """Runs the quick start into `directory/run` and returns the rows of its metrics."""
     settings = [f"logging.runs_dir={directory}", "logging.run_name=run", *overrides]
@@ -51,13 +48,15 @@ def test_the_held_out_score_rises_and_the_adapter_travels(tmp_path: Path) -> Non
 
 
 def test_engine_and_trainer_agree_in_bfloat16(tmp_path: Path) -> None:
-    rows = train(tmp_path, "model.dtype=bfloat16", "trainer.seed=2", *SHORT)
-    assert rows[0]["policy_version"] == 0
-    assert 0.0 < rows[0]["mismatch/abs_logprob_diff"] < 5e-3
+    # A whole step's tokens: the mean hangs on the few whose experts change by rounding.
+    [row] = train(tmp_path, "model.dtype=bfloat16", "trainer.num_steps=1", "data.eval=null", "trainer.seed=2")
+    assert row["policy_version"] == 0
+    assert 0.0 < row["mismatch/abs_logprob_diff"] < 5e-3
 
 
 def test_drafted_rollouts_agree_with_the_trainer_and_say_how_well_they_are_drafted(tmp_path: Path) -> None:
-    rows = train(tmp_path, "rollout.draft.num_tokens=7", "trainer.seed=3", *SHORT)
+    short = ("trainer.num_steps=2", "trainer.train_batch_size=8", "data.eval=null")
+    rows = train(tmp_path, "rollout.draft.num_tokens=7", "trainer.seed=3", *short)
     assert rows[0]["mismatch/abs_logprob_diff"] < 1e-5
     accepted = [[row[f"{ACCEPTANCE_AT}{position}"] for position in range(1, 8)] for row in rows[:2]]
     for row, positions in zip(rows, accepted, strict=False):
