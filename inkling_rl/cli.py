@@ -7,6 +7,7 @@ is one message on standard error and exit status 2; a failed run or a failed com
 from __future__ import annotations
 
 import json
+import signal
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -56,6 +57,9 @@ def train(
         return
     from trainer.run import train as run
 
+    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+        # The run has a handler of its own; before and after it, Ctrl-C ends the process without a traceback.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     raise typer.Exit(run(resolved, resume, name=Path(source).stem))
 
 

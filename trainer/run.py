@@ -16,14 +16,13 @@ import shutil
 import signal
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from pathlib import Path
-from typing import IO, TYPE_CHECKING, Any
+from typing import IO, TYPE_CHECKING
 
 from inkling_rl import metrics
 from inkling_rl.engine_args import check_memory, engine_arguments, installed_device
 from inkling_rl.recipe import Recipe, RecipeError, dump
+from trainer import interrupts
 from trainer.engine import SERVER_ARGUMENTS, EngineProcess, visible_gpus
 from trainer.failure import ENGINE_LOG, WORKER_LOG, explain
 from trainer.progress import Progress
@@ -45,14 +44,6 @@ if TYPE_CHECKING:
 SKYRL_LOG = "skyrl.log"
 
 
-class Interrupted(BaseException):
-    """Ctrl-C, SIGTERM or SIGHUP. Not an Exception: nothing between here and there may swallow it."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(signal.Signals(number).name)
-        self.number = number
-
-
 def train(recipe: Recipe, resume: Path | None = None, *, name: str = "train") -> int:
     """Trains a recipe and says on the console how it goes.
 
@@ -66,21 +57,23 @@ def train(recipe: Recipe, resume: Path | None = None, *, name: str = "train") ->
     """
     progress = Progress(recipe.trainer.num_steps)
     run = Run(recipe, resume, name, progress)
-    with _interrupts():
+    with interrupts.raised():
         try:
             run.execute()
             return 0
-        except (Exception, Interrupted) as error:  # the outermost frame: it is shown and everything is ended
+        except (Exception, interrupts.Interrupted) as error:  # the outermost frame: it is shown and everything is ended
+            interrupts.ignore()  # cleaning up takes seconds, and half of it would leave processes
             # Asked of the signals and not of the error: C code of Ray's makes a SystemError of an `Interrupted`.
-            if RECEIVED:
-                status, message = 128 + RECEIVED[0], f"interrupted by {signal.Signals(RECEIVED[0]).name}"
+            if interrupts.RECEIVED:
+                first = interrupts.RECEIVED[0]
+                status, message = 128 + first, f"interrupted by {signal.Signals(first).name}"
             else:
                 status = 2 if isinstance(error, ValueError) else 1
                 message = "error: " + run.explain(error)
         finally:
-            with _uninterrupted():
-                progress.stop()
-                run.close()
+            interrupts.ignore()
+            progress.stop()
+            run.close()
     if status == 2 or status > 128:
         run.discard()
     print(message, file=sys.stderr, flush=True)
@@ -199,7 +192,7 @@ class Run:
         os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(gpus[rollout.tensor_parallel_size :])
 
     def _start_trainer(self, model_path: Path, resumed_step: int | None) -> Experiment:
-        with _held():
+        with interrupts.held():
             import torch  # noqa: F401 - what comes first loads it otherwise, in the middle of its work
 
             from inkling_rl.checkpoint.reader import Checkpoint
@@ -210,9 +203,9 @@ class Run:
         vendor.prepare()
         if cluster.is_local(self.recipe):
             cluster.start_local(self.recipe, self.logs / WORKER_LOG)
-            _raise_on_signals()  # Ray has just put a handler of its own there, which aborts
+            interrupts.raise_on_signals()  # Ray has just put a handler of its own there, which aborts
         logs.theirs_to(self.logs / SKYRL_LOG)
-        with _held():
+        with interrupts.held():
             from trainer import skyrl_config
             from trainer.experiment import Experiment, load_prompts, load_tokenizer
         tokenizer = load_tokenizer(model_path, self.recipe.rollout.effort)
@@ -228,7 +221,7 @@ class Run:
         self._report_dropped(*prompts)
         if not cluster.is_local(self.recipe):
             cluster.join(cfg)
-            _raise_on_signals()
+            interrupts.raise_on_signals()
         experiment = Experiment(self.recipe, cfg, tokenizer, self.directory, self.progress)
         experiment.connect(self.engine)
         experiment.build(prompts, resumed_step, self.logs / SKYRL_LOG)
@@ -272,60 +265,3 @@ class Run:
             ray.shutdown()
         if self.engine is not None:
             self.engine.end()
-
-
-SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-IGNORED: set[signal.Signals] = set()
-RECEIVED: list[int] = []  # signals that are ending the run, in order
-
-
-def _raise(number: int, frame: Any) -> None:
-    RECEIVED.append(number)
-    raise Interrupted(number)
-
-
-def _raise_on_signals() -> None:
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN if number in IGNORED else _raise)
-
-
-@contextmanager
-def _held() -> Iterator[None]:
-    """Inside, those signals wait for the end: out of the import of a C++ module an exception aborts the process."""
-    waiting: list[int] = []
-    for number in SIGNALS:
-        if number not in IGNORED:
-            signal.signal(number, lambda received, frame: waiting.append(received))
-    try:
-        yield
-    finally:
-        _raise_on_signals()
-    if waiting:
-        _raise(waiting[0], None)
-
-
-@contextmanager
-def _interrupts() -> Iterator[None]:
-    """Inside, the signals that end a program raise `Interrupted` in the main thread, wherever it is."""
-    RECEIVED.clear()
-    IGNORED.clear()
-    before = {number: signal.getsignal(number) for number in SIGNALS}
-    if before[signal.SIGHUP] is signal.SIG_IGN:
-        IGNORED.add(signal.SIGHUP)  # nohup: the run is to outlive its terminal
-    _raise_on_signals()
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
-
-
-@contextmanager
-def _uninterrupted() -> Iterator[None]:
-    """Inside, those signals are ignored: cleaning up takes seconds, and half of it would leave processes."""
-    for number in SIGNALS:
-        signal.signal(number, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        _raise_on_signals()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import re
@@ -27,6 +28,8 @@ CLOCKS = (
 # After the end of a driver that was killed they try for a minute to report it to a server that is gone, and then end.
 RAY_AGENTS = ("ray::DashboardAgent", "ray::RuntimeEnvAgent")
 
+STARTED: list[Training] = []
+
 
 class Training:
     """A training process, its console line by line, and everything below it."""
@@ -44,6 +47,7 @@ class Training:
             env=environment,
             start_new_session=True,
         )
+        STARTED.append(self)
         self.lines: list[str] = []
         self.engine = 0
 
@@ -59,6 +63,17 @@ class Training:
         assert until is None, f"no line with {until!r} in:\n{''.join(self.lines)}"
         self.process.wait(timeout=60)
         return "".join(self.lines)
+
+    def end(self) -> None:
+        """Whatever is left of it, where a test failed or was interrupted."""
+        if self.process.poll() is None:
+            self.process.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self.process.wait(timeout=60)
+        for pid, _, _ in processes():
+            if self.mark in _environment(pid):
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
 
     def engine_processes(self) -> list[int]:
         return [pid for pid, group, _ in processes() if group == self.engine]

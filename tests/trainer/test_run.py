@@ -6,17 +6,16 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from inkling_rl.recipe import Recipe, RecipeError, load
 from tests.trainer.conftest import Recipes
-from trainer import run as run_module
+from trainer.interrupts import Interrupted
 from trainer.progress import Progress
 from trainer.resume import ResumeError
-from trainer.run import Interrupted, Run, train
+from trainer.run import Run, train
 
 
 def make(recipe: Recipe, resume: Path | None = None) -> Run:
@@ -88,26 +87,6 @@ def test_an_interrupt_that_c_code_turns_into_an_error_is_an_interrupt(
     assert capfd.readouterr().err == "interrupted by SIGINT\n"
 
 
-@pytest.fixture
-def hang_up() -> Iterator[None]:
-    before = signal.getsignal(signal.SIGHUP)
-    yield
-    signal.signal(signal.SIGHUP, before)
-
-
-@pytest.mark.usefixtures("hang_up")
-def test_a_hang_up_ends_a_run_but_not_one_under_nohup() -> None:
-    signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    with run_module._interrupts():
-        run_module._raise_on_signals()  # as after Ray's start
-        os.kill(os.getpid(), signal.SIGHUP)
-    assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
-    # What one run was told does not hold for the next one in this process.
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)
-    with pytest.raises(Interrupted, match="SIGHUP"), run_module._interrupts():
-        os.kill(os.getpid(), signal.SIGHUP)
-
-
 def test_errors_go_to_standard_error(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "inkling_rl.cli", "train", "quickstart.yaml", "-s", "model.path=/proc"]
     done = subprocess.run(
@@ -115,16 +94,3 @@ def test_errors_go_to_standard_error(tmp_path: Path) -> None:
     )
     assert done.returncode == 2
     assert done.stderr.startswith("error: /proc must be a checkpoint directory") and "error" not in done.stdout
-
-
-def test_a_signal_waits_while_modules_are_imported() -> None:
-    """An exception out of the import of a C++ module would abort the process."""
-    reached = False
-    with run_module._interrupts():
-        with pytest.raises(Interrupted, match="SIGINT"), run_module._held():
-            os.kill(os.getpid(), signal.SIGINT)
-            os.kill(os.getpid(), signal.SIGTERM)
-            reached = True
-        assert reached and run_module.RECEIVED == [signal.SIGINT]
-        with pytest.raises(Interrupted, match="SIGTERM"):
-            os.kill(os.getpid(), signal.SIGTERM)
