@@ -11,6 +11,7 @@ import json
 import os
 import re
 import signal
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -86,18 +87,26 @@ def test_a_run_that_everything_happens_to_equals_one_left_alone(recipe_file: Pat
     assert "rollout.request_timeout = 6 s" in console and "It hangs" in console
     assert f"--resume {hit}" in console
 
-    # In the middle of a refresh, or of what follows.
+    # The first refresh is over; its checkpoint has its name or not.
     killed, console = disturb(["--resume", str(hit)], f"step 2/{NUM_STEPS}", kill_trainer)
     assert killed.process.returncode == -signal.SIGKILL
 
-    # Draft 2 serves, and the completions of step 3 wait for the refresh after step 4.
-    headless, console = disturb(["--resume", str(hit)], f"step 3/{NUM_STEPS}", kill_core)
+    def kill_core_later(training: Training) -> None:
+        latest, deadline = hit / "checkpoints" / "latest", time.monotonic() + 60
+        while latest.read_text() != "step-3\n":
+            assert time.monotonic() < deadline, "no checkpoint"
+            time.sleep(0.02)
+        kill_core(training)
+
+    # Draft 2 serves, and in the checkpoint the completions of step 3 wait for the refresh after step 4.
+    headless, console = disturb(["--resume", str(hit)], f"step 3/{NUM_STEPS}", kill_core_later)
     assert headless.process.returncode == 1
     assert "the engine's core process ended without a word" in console and "engine.log" in console
 
     training = Training("--resume", str(hit))
     console = training.read()
     assert training.process.returncode == 0, console
+    assert "continuing after step 3" in console
     for ended in (stuck, killed, headless, training):
         ended.assert_nothing_is_left()
 
@@ -115,9 +124,8 @@ def test_a_run_that_everything_happens_to_equals_one_left_alone(recipe_file: Pat
 
 def test_what_a_run_leaves_behind(alone: Path) -> None:
     last = rows(alone)[-1]
-    assert {"reward/mean", "mismatch/kl", "mismatch/abs_logprob_diff", "mismatch/probe"} <= last.keys()
-    assert {"sync/bytes", "tokens/generated", "policy_version"} <= last.keys()
-    assert {"eval/score", "eval/greedy_score"} <= rows(alone)[4].keys()
+    assert {"reward/mean", "eval/score", "eval/greedy_score", "mismatch/kl", "mismatch/abs_logprob_diff"} <= last.keys()
+    assert {"sync/bytes", "tokens/generated", "policy_version", "mismatch/probe"} <= last.keys()
     assert last["policy_version"] == NUM_STEPS - 1
     assert 0 < last["mismatch/abs_logprob_diff"] < 1e-5
     versions = [json.loads(line)["policy_version"] for line in (alone / "samples.jsonl").read_text().splitlines()]
